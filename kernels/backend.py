@@ -1,0 +1,98 @@
+"""The one seam to Pallas' Triton lowering, the only Pallas route to ROCm. A successor replaces this file.
+
+Kernels receive references and use ``program_id``, ``when`` and ``span`` from here; nothing else in the library imports
+``jax.experimental.pallas``.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pallas_triton
+
+from mla_jax.devices import Target
+
+program_id = pl.program_id
+when = pl.when
+span = pl.ds
+
+
+def require(op: str, target: Target) -> bool:
+    """Whether a kernel for ``target`` is interpreted.
+
+    Raises:
+        NotImplementedError: where neither the Triton lowering nor interpret mode applies.
+    """
+    if target.backend == "cpu":
+        return True
+    if not target.is_gpu:
+        raise NotImplementedError(f"{op}: Pallas' Triton lowering serves CUDA and ROCm, not {target.backend}")
+    return False
+
+
+def require_addressable(op: str, pool: Any) -> None:
+    """Refuses pools of single bytes past 2 GiB: the lowering offsets them with signed 32-bit elements up to 4 GiB.
+
+    Such pools exist only where a row has an odd number of bytes; all others are words of 2 or 4 bytes, which are addressed
+    correctly at every size.
+
+    Raises:
+        NotImplementedError: the XLA implementation has no such limit and takes over.
+    """
+    if pool.dtype.itemsize == 1 and 2**31 <= pool.size <= 2**32:
+        raise NotImplementedError(
+            f"{op}: Pallas' Triton lowering addresses pools of single bytes between 2 and 4 GiB wrongly, "
+            f"got {pool.size} bytes of {pool.dtype}"
+        )
+
+
+def launch(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    out_shape: Any,
+    aliases: Mapping[int, int],
+    num_warps: int,
+    num_stages: int = 1,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """``pl.pallas_call`` over whole arrays: the kernel indexes them itself, so pools of any rank and size stay in place.
+
+    Triton parameters are always given: JAX 0.10 would otherwise choose Mosaic GPU, which refuses ROCm.
+    """
+    call = pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=out_shape,
+        input_output_aliases=dict(aliases),
+        compiler_params=pallas_triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+        name=name,
+    )
+
+    def run(*operands: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Pallas Triton.*", category=DeprecationWarning)
+            return call(*operands)
+
+    return run
+
+
+def abstract_gpu(arch: str) -> jax.sharding.AbstractMesh:
+    """A mesh without devices that stands for one GPU ("gfx942", "gfx950", "sm_90"), for lowering where there is none."""
+    is_amd = arch.startswith("gfx")
+    device = jax.sharding.AbstractDevice(
+        device_kind=arch if is_amd else "NVIDIA H200", num_cores=None, platform="rocm" if is_amd else "cuda"
+    )
+    return jax.sharding.AbstractMesh((), (), abstract_device=device)
+
+
+def lower(fn: Callable[..., Any], arch: str, *args: Any, donate_argnums: int | Sequence[int] = ()) -> Any:
+    """Lowers ``fn`` for ``arch`` on a machine without that chip; the result's ``as_text()`` holds the kernel."""
+    platform = "rocm" if arch.startswith("gfx") else "cuda"
+    with jax.sharding.use_abstract_mesh(abstract_gpu(arch)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Pallas Triton.*", category=DeprecationWarning)
+        return jax.jit(fn, donate_argnums=donate_argnums).trace(*args).lower(lowering_platforms=(platform,))

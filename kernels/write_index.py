@@ -1,0 +1,85 @@
+"""Index keys: quantise and place keys and scales in one kernel. Float32 keys are plain rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, Num, Shaped
+
+from mla_jax.devices import Target
+from mla_jax.kernels import backend
+from mla_jax.kernels.scatter import scatter_rows, spans, to_words
+from mla_jax.kernels.tuning import write_tuning
+from mla_jax.layout import GROUP, IndexLayout, WritePath
+from mla_jax.quantize import encode_group, finite_amax, index_scale
+
+
+def write_index(
+    pool: Shaped[Array, "layers pages *page"],
+    layout: IndexLayout,
+    layer: Int32[Array, "1"],
+    slots: Int32[Array, "T"],
+    k: Num[Array, "T d"],
+    target: Target,
+) -> Shaped[Array, "layers pages *page"]:
+    """The index pool with T keys written, in place when the pool is donated.
+
+    Raises:
+        NotImplementedError: where the target has no such kernel, or cannot address the pool.
+    """
+    backend.require_addressable("write_index_k", pool)
+    dialect, mode = layout.dialect, layout.scale_mode
+    tuning = write_tuning(target, WritePath.PLAIN if dialect is None else WritePath.SCALED)
+    native = tuning.native_fp8 and dialect != "e4m3fnuz"
+    word, d = layout.word_dtype, layout.head_dim
+
+    def row(t: Any, refs: Sequence[Any]) -> list[Any]:
+        """Float32: (first column, numbers). FP8: ("key" or "scale", word within the token's keys or scales, words)."""
+        (ref,) = refs
+        if dialect is None or mode is None:
+            return [(start, ref[t, backend.span(start, size)].astype(jnp.float32)) for start, size in spans(d)]
+        pieces: list[Any] = []
+        for group in range(layout.groups):
+            first = group * GROUP
+            parts = [
+                (first + start, ref[t, backend.span(first + start, size)].astype(jnp.float32))
+                for start, size in spans(min(GROUP, d - first))
+            ]
+            amax = finite_amax(parts[0][1][None])
+            for _, x in parts[1:]:
+                amax = jnp.maximum(amax, finite_amax(x[None]))
+            scale = index_scale(amax, mode, dialect)
+            for start, x in parts:
+                codes = encode_group(x[None], amax, scale, mode, dialect, native=native).reshape(x.shape)
+                pieces.append(("key", start // word.itemsize, to_words(codes, 1, word)))
+            scale_words = to_words(jax.lax.bitcast_convert_type(scale, jnp.uint32), 4, word)
+            pieces.append(("scale", group * 4 // word.itemsize, scale_words))
+        return pieces
+
+    key_words, scale_words = d // word.itemsize, layout.groups * 4 // word.itemsize
+
+    def place(pool_ref: Any, layer: Any, page: Any, offset: Any, pieces: list[Any]) -> None:
+        if dialect is None:
+            for start, numbers in pieces:
+                pool_ref[layer, page, offset, backend.span(start, numbers.shape[0])] = numbers
+            return
+        for kind, start, words in pieces:
+            if kind == "key":
+                at = offset * key_words + start
+            else:
+                at = layout.page_size * key_words + offset * scale_words + start
+            pool_ref[layer, page, backend.span(at, words.shape[0])] = words
+
+    return scatter_rows(
+        row,
+        place,
+        name="write_index_k",
+        pool=pool,
+        page_size=layout.page_size,
+        layer=layer,
+        slots=slots,
+        operands=[k],
+        tuning=tuning,
+        target=target,
+    )

@@ -1,0 +1,107 @@
+"""Latent rows: one kernel a path. Bytes moved a row: the inputs once, the stored row once, nothing else.
+
+PLAIN casts, RAW_FUSED encodes to FP8, SCALED quantises groups of 128 and stores codes, scales and rope together.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Num, Shaped
+
+from mla_jax.devices import Target
+from mla_jax.kernels import backend
+from mla_jax.kernels.scatter import scatter_rows, spans, to_words
+from mla_jax.kernels.tuning import write_tuning
+from mla_jax.layout import GROUP, CacheLayout
+from mla_jax.quantize import divide, encode_bits, encode_group, finite_amax, packed_scale
+
+
+def write_rows(
+    pool: Shaped[Array, "layers pages page words"],
+    layout: CacheLayout,
+    layer: Int32[Array, "1"],
+    slots: Int32[Array, "T"],
+    c_kv: Num[Array, "T R"],
+    k_rope: Num[Array, "T P"],
+    k_scale: Float[Array, ""] | None,
+    target: Target,
+) -> Shaped[Array, "layers pages page words"]:
+    """The pool with T rows written, in place when the pool is donated.
+
+    Raises:
+        NotImplementedError: where the target has no such kernel, or cannot address the pool.
+    """
+    backend.require_addressable("write_kv", pool)
+    tuning = write_tuning(target, layout.write_path)
+    native = tuning.native_fp8 and layout.dialect != "e4m3fnuz"
+    word = layout.word_dtype
+    numbers_a_word = word.itemsize if layout.dialect is not None else 1
+    operands: list[Any] = [c_kv]
+    if layout.qk_rope_head_dim:
+        operands.append(k_rope)
+    if k_scale is not None:
+        operands.append(k_scale.reshape(1))
+
+    def plain(ref: Any, t: Any, start: int, size: int) -> Any:
+        return ref[t, backend.span(start, size)].astype(word)
+
+    def raw(ref: Any, t: Any, start: int, size: int, scale: Any) -> Any:
+        x = ref[t, backend.span(start, size)].astype(jnp.float32)
+        if scale is not None:
+            x = divide(x, scale)
+        return to_words(encode_bits(x, layout.dialect or "e4m3fn", native=native), 1, word)
+
+    def packed(ref: Any, t: Any, start: int, size: int) -> tuple[Any, Any]:
+        assert layout.scale_mode is not None
+        x = ref[t, backend.span(start, size)].astype(jnp.float32).reshape(size // GROUP, GROUP)
+        amax = finite_amax(x)
+        scale = packed_scale(amax, layout.scale_mode)
+        codes = encode_group(x, amax, scale, layout.scale_mode, "e4m3fn", native=native)
+        scale_bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+        return to_words(codes.reshape(size), 1, word), to_words(scale_bits, 4, word)
+
+    def packed_rope(ref: Any, t: Any, start: int, size: int) -> Any:
+        bits = jax.lax.bitcast_convert_type(ref[t, backend.span(start, size)].astype(jnp.bfloat16), jnp.uint16)
+        return to_words(bits.astype(jnp.uint32), 2, word)
+
+    R, P = layout.kv_lora_rank, layout.qk_rope_head_dim
+
+    def row(t: Any, refs: Sequence[Any]) -> list[Any]:
+        """(first word, words) pieces of row t."""
+        pieces: list[Any] = []
+        scale = refs[-1][0] if k_scale is not None else None
+        if layout.is_packed:
+            scales_at = R // word.itemsize
+            rope_at = (R + R // GROUP * 4) // word.itemsize
+            for start, size in spans(R):
+                codes, scales = packed(refs[0], t, start, size)
+                pieces.append((start // word.itemsize, codes))
+                pieces.append((scales_at + start // GROUP * 4 // word.itemsize, scales))
+            for start, size in spans(P):
+                pieces.append((rope_at + 2 * start // word.itemsize, packed_rope(refs[1], t, start, size)))
+            return pieces
+        for ref, first, width in zip(refs, (0, R), (R, P), strict=False):
+            for start, size in spans(width):
+                words = plain(ref, t, start, size) if layout.is_plain else raw(ref, t, start, size, scale)
+                pieces.append(((first + start) // numbers_a_word, words))
+        return pieces
+
+    def place(pool_ref: Any, layer: Any, page: Any, offset: Any, pieces: list[Any]) -> None:
+        for start, words in pieces:
+            pool_ref[layer, page, offset, backend.span(start, words.shape[0])] = words
+
+    return scatter_rows(
+        row,
+        place,
+        name=f"write_kv_{layout.write_path.value}",
+        pool=pool,
+        page_size=pool.shape[2],
+        layer=layer,
+        slots=slots,
+        operands=operands,
+        tuning=tuning,
+        target=target,
+    )
+

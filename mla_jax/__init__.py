@@ -1,0 +1,24 @@
+"""Paged MLA KV caches for DeepSeek-, GLM-5- and Kimi-style attention in JAX, with FP8 rows written by fused Pallas kernels."""
+
+from importlib.metadata import version as _version
+
+from mla_jax.cache import PagedMLACache as PagedMLACache
+from mla_jax.cache import convert as convert
+from mla_jax.cache import init_cache as init_cache
+from mla_jax.config import CacheConfig as CacheConfig
+from mla_jax.config import explain as explain
+from mla_jax.config import pages_that_fit as pages_that_fit
+from mla_jax.geometry import GEOMETRIES as GEOMETRIES
+from mla_jax.geometry import IndexerGeometry as IndexerGeometry
+from mla_jax.geometry import MLAGeometry as MLAGeometry
+from mla_jax.in_place import assert_in_place as assert_in_place
+from mla_jax.layout import CacheLayout as CacheLayout
+from mla_jax.layout import IndexLayout as IndexLayout
+from mla_jax.layout import WritePath as WritePath
+from mla_jax.reads import raw_rows as raw_rows
+from mla_jax.reads import read_index_k as read_index_k
+from mla_jax.reads import read_kv as read_kv
+from mla_jax.writes import write_index_k as write_index_k
+from mla_jax.writes import write_kv as write_kv
+
+__version__ = _version("mla-jax")

@@ -1,0 +1,135 @@
+"""PagedMLACache: the pools as a functional pytree. Operations return a new cache; the caller's jit donates the old one."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+from mla_jax import rows
+from mla_jax.config import CacheConfig
+from mla_jax.geometry import IndexerGeometry, MLAGeometry
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedMLACache:
+    """Latent rows and index keys of all layers. Its leaves are the pools and nothing else; ``config`` is static.
+
+    Attributes:
+        kv: [num_layers, num_pages, page_size, words] latent pool, of ``config.layout.word_dtype``.
+        index: [num_index_layers, num_pages, *page] index-key pool, or None without an indexer.
+        config: the CacheConfig both were made from.
+    """
+
+    kv: Shaped[Array, "layers pages page words"]
+    index: Shaped[Array, "index_layers pages *page"] | None
+    config: CacheConfig = dataclasses.field(metadata={"static": True})
+
+
+def init_cache(config: CacheConfig) -> PagedMLACache:
+    """A cache of zeros.
+
+    Raises:
+        TypeError: if ``config`` is no CacheConfig.
+    """
+    if not isinstance(config, CacheConfig):
+        raise TypeError(f"init_cache: config must be a CacheConfig, got {type(config).__name__}")
+    kv = jnp.zeros(config.kv_shape, config.layout.word_dtype)
+    index_layout, index_shape = config.index_layout, config.index_shape
+    index = None
+    if index_layout is not None and index_shape is not None:
+        index = jnp.zeros(index_shape, index_layout.word_dtype)
+    return PagedMLACache(kv=kv, index=index, config=config)
+
+
+def check_cache(op: str, cache: PagedMLACache) -> None:
+    """Raises unless the pools are those that ``cache.config`` describes: a reader of another layout stops here."""
+    if not isinstance(cache, PagedMLACache):
+        raise TypeError(f"{op}: cache must be a PagedMLACache, got {type(cache).__name__}")
+    config = cache.config
+    expected: list[tuple[str, Any, tuple[int, ...] | None, Any]] = [
+        ("kv", cache.kv, config.kv_shape, config.layout.word_dtype)
+    ]
+    index_layout = config.index_layout
+    expected.append(("index", cache.index, config.index_shape, index_layout and index_layout.word_dtype))
+    for name, pool, shape, dtype in expected:
+        got = None if pool is None else (tuple(pool.shape), jnp.dtype(pool.dtype).name)
+        want = None if shape is None else (shape, jnp.dtype(dtype).name)
+        if got != want:
+            raise ValueError(
+                f"{op}: the {name} pool is {got}, but layout {config.layout.name} of the cache's config "
+                f"({config.layout.row_bytes} bytes a row) needs {want}"
+            )
+
+
+def convert(cache: PagedMLACache, config: CacheConfig) -> PagedMLACache:
+    """The same tokens in another dialect or layout.
+
+    A pool whose layout is unchanged keeps its bytes. Otherwise each slot is decoded to float32 and encoded again, page by page,
+    so no dequantised copy of the pool exists. Values beyond the new dialect's range saturate.
+
+    Raises:
+        ValueError: if layers, pages, page size, ``use_nsa`` or the geometry differ.
+    """
+    check_cache("convert", cache)
+    old = cache.config
+    if not isinstance(config, CacheConfig):
+        raise TypeError(f"convert: config must be a CacheConfig, got {type(config).__name__}")
+    for name in ("num_layers", "num_pages", "page_size", "use_nsa", "num_index_layers", "geometry"):
+        if getattr(old, name) != getattr(config, name):
+            raise ValueError(f"convert: {name} must stay {getattr(old, name)!r}, got {getattr(config, name)!r}")
+    kv, index = cache.kv, cache.index
+    if old.layout != config.layout:
+        source, target = old.layout, config.layout
+        kv = _map_pages(lambda page: rows.encode_rows(target, *rows.decode_rows(source, page)), kv)
+    if index is not None and old.index_layout != config.index_layout:
+        source_index, target_index = old.index_layout, config.index_layout
+        assert source_index is not None and target_index is not None
+
+        def recode(page: Array) -> Array:
+            keys = rows.decode_index_pages(source_index, page)
+            if target_index.dialect is None:
+                return keys
+            codes, scales = rows.encode_index_keys(target_index, keys)
+            return jnp.concatenate([codes.reshape(-1), scales.reshape(-1)])
+
+        index = _map_pages(recode, index)
+    return PagedMLACache(kv=kv, index=index, config=config)
+
+
+_PAGES_AT_ONCE = 16
+
+
+def _map_pages(recode: Any, pool: Array) -> Array:
+    """Applies ``recode`` to each [*page] of a [layers, pages, *page] pool, a few pages at a time."""
+    batch = min(_PAGES_AT_ONCE, pool.shape[1])
+    return jax.lax.map(lambda layer: jax.lax.map(recode, layer, batch_size=batch), pool)
+
+
+def _config_to_json(aux: tuple[Any, ...]) -> bytes:
+    return json.dumps(dataclasses.asdict(_only(aux))).encode()
+
+
+def _only(aux: tuple[Any, ...]) -> CacheConfig:
+    (config,) = aux
+    return config
+
+
+def _config_from_json(data: bytes | bytearray) -> tuple[CacheConfig]:
+    fields: Mapping[str, Any] = json.loads(bytes(data))
+    geometry = dict(fields["geometry"])
+    if geometry["indexer"] is not None:
+        geometry["indexer"] = IndexerGeometry(**geometry["indexer"])
+    return (CacheConfig(**{**fields, "geometry": MLAGeometry(**geometry)}),)
+
+
+jax.export.register_pytree_node_serialization(
+    PagedMLACache,
+    serialized_name="mla_jax.PagedMLACache",
+    serialize_auxdata=_config_to_json,
+    deserialize_auxdata=_config_from_json,
+)

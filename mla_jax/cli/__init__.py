@@ -1,0 +1,1 @@
+"""The mla-jax command line."""

@@ -1,0 +1,251 @@
+"""CacheConfig: every static fact of a cache, and the explanation of what it resolves to."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax import devices
+from mla_jax.devices import PLATFORMS, Platform
+from mla_jax.geometry import MLAGeometry
+from mla_jax.layout import PLAIN_DTYPES, SCALE_MODES, CacheLayout, IndexLayout, ScaleMode, WritePath
+from mla_jax.quantize import FP8_DTYPES
+
+KV_CACHE_DTYPES = ("auto", *PLAIN_DTYPES, "fp8_e4m3", "fp8_e5m2")
+
+_DTYPE_ALIASES = {"float8_e4m3fn": "fp8_e4m3", "float8_e4m3fnuz": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
+"""Array dtypes that name a storage format: either e4m3 resolves to the platform's own dialect."""
+
+
+def _dtype_name(value: Any) -> str:
+    """One spelling for strings, scalar types and dtypes, so that equal configs compare and hash equal."""
+    name = value
+    if not isinstance(value, str):
+        try:
+            name = jnp.dtype(value).name
+        except TypeError:
+            name = repr(value)
+    name = _DTYPE_ALIASES.get(name, name)
+    if name not in KV_CACHE_DTYPES:
+        raise ValueError(f"CacheConfig: kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {value!r}")
+    return name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """Static description of a paged MLA cache. Frozen and hashable; it travels as static data of the cache's pytree.
+
+    ``platform``, ``kv_cache_dtype`` and ``num_index_layers`` are resolved at construction, so two configs that mean the same
+    cache are equal and a jitted function traces once for both.
+
+    Attributes:
+        geometry: model dimensions.
+        num_layers: attention layers, the leading axis of the latent pool.
+        num_pages: pages a layer, the null page 0 included.
+        page_size: tokens a page, a power of two.
+        num_index_layers: layers with an indexer of their own; None: all of them with ``use_nsa``, else none.
+        platform: "cpu", "cuda", "gfx942" or "gfx950": the chip whose FP8 dialect is stored; None: the default device's.
+        use_nsa: the model has an indexer, index-key pages are allocated.
+        kv_cache_dtype: "auto", "float32", "bfloat16", "float16", "fp8_e4m3" or "fp8_e5m2".
+        nsa_kv_cache_store_fp8: store packed rows with scales (SGLang's name for it; 656 bytes for 512 + 64).
+        scale_mode: "pow2" (FlashMLA) or "fp32" (SGLang), for packed rows and FP8 index keys.
+
+    Raises:
+        ValueError: for any combination that has no layout, with what was given and what is allowed.
+    """
+
+    geometry: MLAGeometry
+    num_layers: int
+    num_pages: int
+    page_size: int = 64
+    num_index_layers: int | None = None
+    platform: Platform | None = None
+    use_nsa: bool = False
+    kv_cache_dtype: Any = "auto"
+    nsa_kv_cache_store_fp8: bool = False
+    scale_mode: ScaleMode = "pow2"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.geometry, MLAGeometry):
+            raise ValueError(f"CacheConfig: geometry must be an MLAGeometry, got {self.geometry!r}")
+        for name, minimum in (("num_layers", 1), ("num_pages", 2), ("page_size", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
+                raise ValueError(f"CacheConfig: {name} must be an int >= {minimum}, got {value!r}")
+            object.__setattr__(self, name, int(value))
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"CacheConfig: page_size must be a power of two, got {self.page_size}")
+        if self.num_pages * self.page_size >= 2**31:
+            raise ValueError(
+                f"CacheConfig: num_pages * page_size must stay below 2^31 (slots are int32), "
+                f"got {self.num_pages} * {self.page_size} = {self.num_pages * self.page_size}"
+            )
+        for name in ("use_nsa", "nsa_kv_cache_store_fp8"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise ValueError(f"CacheConfig: {name} must be a bool, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, bool(getattr(self, name)))
+        if self.scale_mode not in SCALE_MODES:
+            raise ValueError(f"CacheConfig: scale_mode must be one of {SCALE_MODES}, got {self.scale_mode!r}")
+        if self.platform is None:
+            object.__setattr__(self, "platform", devices.detect_platform())
+        elif self.platform not in PLATFORMS:
+            raise ValueError(f"CacheConfig: platform must be one of {PLATFORMS} or None, got {self.platform!r}")
+        self._resolve_dtype()
+        self._resolve_index_layers()
+        hash(self.layout)  # Builds the layout, whose own checks (R a multiple of 128 for packed rows) belong to construction.
+
+    def _resolve_dtype(self) -> None:
+        name = _dtype_name(self.kv_cache_dtype)
+        if name == "auto":
+            name = "fp8_e4m3" if self.nsa_kv_cache_store_fp8 else "bfloat16"
+        if self.nsa_kv_cache_store_fp8 and name != "fp8_e4m3":
+            raise ValueError(
+                f"CacheConfig: nsa_kv_cache_store_fp8 (packed rows with scales) needs kv_cache_dtype 'fp8_e4m3' or 'auto', "
+                f"got {self.kv_cache_dtype!r}"
+            )
+        object.__setattr__(self, "kv_cache_dtype", name)
+
+    def _resolve_index_layers(self) -> None:
+        layers = self.num_index_layers
+        if self.use_nsa and self.geometry.indexer is None:
+            raise ValueError("CacheConfig: use_nsa=True needs a geometry with an indexer, got geometry.indexer=None")
+        if layers is None:
+            layers = self.num_layers if self.use_nsa else 0
+        least = 1 if self.use_nsa else 0
+        most = None if self.use_nsa else 0
+        if isinstance(layers, bool) or not isinstance(layers, int | np.integer) or layers < least or layers > (most or layers):
+            raise ValueError(
+                f"CacheConfig: num_index_layers must be an int >= 1 with use_nsa and 0 or None without, "
+                f"got {self.num_index_layers!r} with use_nsa={self.use_nsa}"
+            )
+        object.__setattr__(self, "num_index_layers", int(layers))
+
+    @property
+    def fp8_dtype(self) -> np.dtype:
+        """The platform's e4m3: jnp.float8_e4m3fnuz on gfx942, jnp.float8_e4m3fn elsewhere."""
+        return FP8_DTYPES[devices.e4m3_dialect(self._platform)]
+
+    @property
+    def _platform(self) -> Platform:
+        assert self.platform is not None
+        return self.platform
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The bytes of a latent row."""
+        R, P = self.geometry.kv_lora_rank, self.geometry.qk_rope_head_dim
+        if self.nsa_kv_cache_store_fp8:
+            return CacheLayout(name="packed", kv_lora_rank=R, qk_rope_head_dim=P, scale_mode=self.scale_mode)
+        if self.kv_cache_dtype == "fp8_e4m3":
+            name = f"raw_{devices.e4m3_dialect(self._platform)}"
+        elif self.kv_cache_dtype == "fp8_e5m2":
+            name = "raw_e5m2"
+        else:
+            name = f"plain_{self.kv_cache_dtype}"
+        return CacheLayout(name=name, kv_lora_rank=R, qk_rope_head_dim=P)
+
+    @property
+    def index_layout(self) -> IndexLayout | None:
+        """The bytes of a page of index keys; None without ``use_nsa``. Only a float32 cache keeps float32 keys."""
+        if not self.use_nsa or self.geometry.indexer is None:
+            return None
+        is_f32 = self.kv_cache_dtype == "float32"
+        return IndexLayout(
+            head_dim=self.geometry.indexer.head_dim,
+            page_size=self.page_size,
+            dialect=None if is_f32 else devices.e4m3_dialect(self._platform),
+            scale_mode=None if is_f32 else self.scale_mode,
+        )
+
+    @property
+    def write_path(self) -> WritePath:
+        return self.layout.write_path
+
+    @property
+    def capacity(self) -> int:
+        """Slots, the null page's included."""
+        return self.num_pages * self.page_size
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the latent pool: [num_layers, num_pages, page_size, words a row]."""
+        return (self.num_layers, self.num_pages, self.page_size, self.layout.row_words)
+
+    @property
+    def index_shape(self) -> tuple[int, ...] | None:
+        """Shape of the index-key pool: [num_index_layers, num_pages, *page]."""
+        layout = self.index_layout
+        return None if layout is None else (self._index_layers, self.num_pages, *layout.page_shape)
+
+    @property
+    def _index_layers(self) -> int:
+        assert self.num_index_layers is not None
+        return self.num_index_layers
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers, latent rows and index keys; times capacity it is the size of the pools."""
+        index = self.index_layout
+        return self.num_layers * self.layout.row_bytes + (0 if index is None else self._index_layers * index.token_bytes)
+
+
+def pages_that_fit(config: CacheConfig, nbytes: int) -> int:
+    """The largest ``num_pages`` whose pools take at most ``nbytes`` bytes; ``config.num_pages`` itself does not matter.
+
+    Raises:
+        ValueError: if fewer than two pages (the null page and one more) fit.
+    """
+    page_bytes = config.bytes_per_token * config.page_size
+    pages = min(int(nbytes) // page_bytes, (2**31 - 1) // config.page_size)
+    if pages < 2:
+        raise ValueError(f"pages_that_fit: two pages need {2 * page_bytes} bytes, got {nbytes}")
+    return pages
+
+
+_REASONS = {
+    WritePath.PLAIN: "rows are stored as {layout.name}, a plain IEEE cast",
+    WritePath.RAW_FUSED: "rows are FP8 ({layout.dialect}) without scales: one fused kernel encodes and stores",
+    WritePath.SCALED: "rows are packed: {layout.dialect} codes, one float32 scale a group of 128, bfloat16 rope",
+}
+_REJECTIONS = {
+    WritePath.PLAIN: "the rows hold FP8 codes, which a cast to a wider type would not produce",
+    WritePath.RAW_FUSED: {
+        True: "packed rows carry scales that a raw write would leave unwritten",
+        False: "the rows hold {layout.name} numbers, not FP8 codes",
+    },
+    WritePath.SCALED: "the layout has no scales (nsa_kv_cache_store_fp8 is off)",
+}
+
+
+def explain(config: CacheConfig) -> str:
+    """The write path a config resolves to and why, why the others were rejected, and what a token costs.
+
+    Returns:
+        Lines of text, ending without a newline.
+    """
+    layout, index = config.layout, config.index_layout
+    fields = ", ".join(f"[{f.start}, {f.stop}) {f.name} {f.dtype}" for f in layout.byte_map)
+    lines = [
+        f"write path    {config.write_path.name}: {_REASONS[config.write_path].format(layout=layout)}",
+    ]
+    for path in WritePath:
+        if path is not config.write_path:
+            reason = _REJECTIONS[path]
+            reason = reason[layout.is_packed] if isinstance(reason, dict) else reason
+            lines.append(f"  not {path.name:<9} {reason.format(layout=layout)}")
+    lines += [
+        "decided by    the layout alone (packed -> SCALED, other FP8 -> RAW_FUSED, else PLAIN), while tracing",
+        f"platform      {config.platform}: its e4m3 is {config.fp8_dtype.name}",
+        f"layout        {layout.name}, {layout.row_bytes} bytes a row: {fields}",
+    ]
+    if index is not None:
+        keys = "float32" if index.dialect is None else f"{index.dialect} with {index.scale_mode} scales"
+        lines.append(f"index keys    {index.token_bytes} bytes a token in {config.num_index_layers} layers: {keys}")
+    lines += [
+        f"per token     {config.bytes_per_token:,} bytes over {config.num_layers} layers",
+        f"tokens/GiB    {2**30 // config.bytes_per_token:,}",
+        f"capacity      {config.capacity:,} slots in {config.num_pages:,} pages of {config.page_size}, "
+        f"{config.capacity * config.bytes_per_token / 2**30:.3f} GiB",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Models: checkpoints to Flax modules."""
