@@ -11,7 +11,7 @@ from mla_jax.devices import Target
 from mla_jax.kernels import backend
 from mla_jax.kernels.scatter import scatter_rows, spans, to_words
 from mla_jax.kernels.tuning import write_tuning
-from mla_jax.layout import GROUP, IndexLayout, WritePath
+from mla_jax.layout import GROUP, IndexLayout
 from mla_jax.quantize import encode_group, finite_amax, index_scale
 
 
@@ -30,7 +30,7 @@ def write_index(
     """
     backend.require_addressable("write_index_k", pool)
     dialect, mode = layout.dialect, layout.scale_mode
-    tuning = write_tuning(target, WritePath.PLAIN if dialect is None else WritePath.SCALED)
+    tuning = write_tuning(target, "plain" if dialect is None else "index")
     native = tuning.native_fp8 and dialect != "e4m3fnuz"
     word, d = layout.word_dtype, layout.head_dim
 

@@ -34,7 +34,7 @@ def write_rows(
         NotImplementedError: where the target has no such kernel, or cannot address the pool.
     """
     backend.require_addressable("write_kv", pool)
-    tuning = write_tuning(target, layout.write_path)
+    tuning = write_tuning(target, layout.write_path.value)
     native = tuning.native_fp8 and layout.dialect != "e4m3fnuz"
     word = layout.word_dtype
     numbers_a_word = word.itemsize if layout.dialect is not None else 1
@@ -104,4 +104,3 @@ def write_rows(
         tuning=tuning,
         target=target,
     )
-

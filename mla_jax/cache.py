@@ -51,9 +51,7 @@ def check_cache(op: str, cache: PagedMLACache) -> None:
     if not isinstance(cache, PagedMLACache):
         raise TypeError(f"{op}: cache must be a PagedMLACache, got {type(cache).__name__}")
     config = cache.config
-    expected: list[tuple[str, Any, tuple[int, ...] | None, Any]] = [
-        ("kv", cache.kv, config.kv_shape, config.layout.word_dtype)
-    ]
+    expected: list[tuple[str, Any, tuple[int, ...] | None, Any]] = [("kv", cache.kv, config.kv_shape, config.layout.word_dtype)]
     index_layout = config.index_layout
     expected.append(("index", cache.index, config.index_shape, index_layout and index_layout.word_dtype))
     for name, pool, shape, dtype in expected:

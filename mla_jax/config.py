@@ -112,9 +112,8 @@ class CacheConfig:
             raise ValueError("CacheConfig: use_nsa=True needs a geometry with an indexer, got geometry.indexer=None")
         if layers is None:
             layers = self.num_layers if self.use_nsa else 0
-        least = 1 if self.use_nsa else 0
-        most = None if self.use_nsa else 0
-        if isinstance(layers, bool) or not isinstance(layers, int | np.integer) or layers < least or layers > (most or layers):
+        is_int = isinstance(layers, int | np.integer) and not isinstance(layers, bool)
+        if not is_int or (layers < 1 if self.use_nsa else layers != 0):
             raise ValueError(
                 f"CacheConfig: num_index_layers must be an int >= 1 with use_nsa and 0 or None without, "
                 f"got {self.num_index_layers!r} with use_nsa={self.use_nsa}"

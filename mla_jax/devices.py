@@ -8,6 +8,7 @@ import re
 from typing import Any, Literal
 
 import jax
+import jax.core
 
 from mla_jax.layout import Dialect
 
@@ -15,6 +16,16 @@ Platform = Literal["cpu", "cuda", "gfx942", "gfx950"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda", "gfx942", "gfx950")
 
 _INSTINCT = {"mi300": "gfx942", "mi325": "gfx942", "mi350": "gfx950", "mi355": "gfx950"}
+_NVIDIA = {
+    "a100": "sm_80",
+    "h100": "sm_90",
+    "h200": "sm_90",
+    "h800": "sm_90",
+    "h20": "sm_90",
+    "b100": "sm_100",
+    "b200": "sm_100",
+}
+"""Architectures by product name, for devices that report no capability (abstract devices do not)."""
 
 
 def e4m3_dialect(platform: Platform) -> Dialect:
@@ -42,7 +53,8 @@ def _target(platform: str, device_kind: str, capability: Any) -> Target:
         if arch is not None or platform == "rocm":
             return Target("rocm", arch)
         sm = re.search(r"(\d+)\.(\d+)", str(capability or ""))
-        return Target("cuda", f"sm_{sm.group(1)}{sm.group(2)}" if sm else None)
+        known = next((v for k, v in _NVIDIA.items() if k in text), None)
+        return Target("cuda", f"sm_{sm.group(1)}{sm.group(2)}" if sm else known)
     return Target(platform)
 
 

@@ -71,9 +71,7 @@ class MLAGeometry:
             raise ValueError(f"MLAGeometry: indexer must be an IndexerGeometry or None, got {self.indexer!r}")
 
 
-def softmax_scale(
-    qk_nope_head_dim: int, qk_rope_head_dim: int, *, yarn_factor: float = 1.0, mscale_all_dim: float = 0.0
-) -> float:
+def softmax_scale(qk_nope_head_dim: int, qk_rope_head_dim: int, *, yarn_factor: float = 1.0, mscale_all_dim: float = 0.0) -> float:
     """(N + P)^-0.5 * m^2 with m = 0.1 * mscale_all_dim * ln(factor) + 1 (yarn, arXiv 2309.00071; DeepSeek-V2's code)."""
     m = 0.1 * mscale_all_dim * math.log(yarn_factor) + 1.0 if yarn_factor > 1.0 else 1.0
     return (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * m * m

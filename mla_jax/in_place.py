@@ -37,14 +37,17 @@ def assert_in_place(
     # Unused arguments are kept so that the program's parameters count as the leaves do.
     lowered = jax.jit(fn, donate_argnums=donate_argnums, keep_unused=True).lower(*shapes)
     compiled = lowered.compile()
-    aliased = _aliased_parameters(compiled.as_text())
-    copied = [(tuple(x.shape), str(x.dtype), x.size * x.dtype.itemsize)
-              for i, (x, is_pool) in enumerate(zip(leaves, in_cache, strict=True)) if is_pool and x.size and i not in aliased]
+    aliased = _aliased_parameters(compiled.as_text() or "")
+    copied = [
+        (tuple(x.shape), str(x.dtype), x.size * x.dtype.itemsize)
+        for i, (x, is_pool) in enumerate(zip(leaves, in_cache, strict=True))
+        if is_pool and x.size and i not in aliased
+    ]
     assert not copied, (
         f"not in place: pools (shape, dtype, bytes) {copied} are aliased to no output; "
         f"is the cache donated ({donate_argnums=}) and returned?"
     )
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     pool_bytes = sum(x.size * x.dtype.itemsize for x, is_pool in zip(leaves, in_cache, strict=True) if is_pool)
     assert memory.alias_size_in_bytes >= pool_bytes, (
         f"not in place: {memory.alias_size_in_bytes} bytes are aliased, the caches have {pool_bytes}"

@@ -78,8 +78,11 @@ def encode_bits(x: Num[Array, "*shape"], dialect: Dialect, *, native: bool = Fal
     sign = (bits >> _u32(24)) & _u32(0x80)
     is_nan = magnitude > _u32(_F32_INF)
     if native:
-        codes = jax.lax.bitcast_convert_type(x.astype(jnp.float32).astype(FP8_DTYPES[dialect]), jnp.uint8)
-        return jnp.where(is_nan, sign | _u32(fmt.nan_code), codes.astype(jnp.uint32))
+        codes = jax.lax.bitcast_convert_type(x.astype(jnp.float32).astype(FP8_DTYPES[dialect]), jnp.uint8).astype(jnp.uint32)
+        if dialect == "e4m3fn":
+            # The device gives 0x7F for every NaN, which lacks only its sign; elsewhere the sign is there already.
+            return codes | sign
+        return jnp.where(is_nan, sign | _u32(fmt.nan_code), codes)
     # Below the smallest normal exponent the significand is shifted further right, so one rounding serves normals and
     # subnormals, and a carry out of the mantissa lands in the exponent where it belongs. A shift of 25 already gives 0.
     smallest_normal = _u32(128 - fmt.bias)
@@ -186,11 +189,15 @@ def encode_group(
 ) -> UInt32[Array, "*lead n"]:
     """Codes of x / scale for groups along the last axis.
 
-    The reciprocal of a power of two is exact; in fp32 mode it may move a code by one.
+    The reciprocal of a power of two is exact; in fp32 mode it may move a code by one. Adding -0 changes nothing; in a zero group
+    a tiny positive number is added instead, so that every finite member, -0 and the tiny ones of fp32 mode included, gets code 0
+    while infinities and NaN keep theirs.
     """
-    codes = encode_bits(x * (np.float32(1) / scale)[..., None], dialect, native=native)
-    zero = is_zero_group(amax, mode)[..., None] & (jnp.abs(x) < np.float32(np.inf))
-    return jnp.where(zero, _u32(0), codes)
+    zero = is_zero_group(amax, mode)
+    tiny = np.float32(2.0**-60)
+    factor = jnp.where(zero, tiny, np.float32(1) / scale)
+    offset = jnp.where(zero, tiny, np.float32(-0.0))
+    return encode_bits(x * factor[..., None] + offset[..., None], dialect, native=native)
 
 
 def divide(x: Float[Array, "*shape"], y: Float[Array, ""]) -> Float[Array, "*shape"]:

@@ -1,5 +1,6 @@
 """Reading rows and index keys back by slot."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, Shaped, UInt8
@@ -14,7 +15,7 @@ def read_kv(
     layer: int | Int32[Array, ""],
     slots: Int32[Array, "T"],
     *,
-    dtype: object = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     k_scale: float | Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "T R"], Float[Array, "T P"]]:
     """Dequantised latent and rope of T rows.
@@ -59,7 +60,7 @@ def raw_rows(cache: PagedMLACache, layer: int | Int32[Array, ""], slots: Int32[A
 
 
 def read_index_k(
-    cache: PagedMLACache, layer: int | Int32[Array, ""], slots: Int32[Array, "T"], *, dtype: object = jnp.float32
+    cache: PagedMLACache, layer: int | Int32[Array, ""], slots: Int32[Array, "T"], *, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Float[Array, "T d"]:
     """Dequantised indexer keys of T slots of index layer ``layer``; zeros outside, as :func:`read_kv`.
 
