@@ -127,8 +127,9 @@ def decode(codes: Shaped[Array, "*shape"], dialect: Dialect) -> Float[Array, "*s
 
 def finite_amax(x: Float[Array, "*lead n"]) -> Float[Array, "*lead"]:
     """Largest magnitude among the finite members of the last axis, 0 if there are none."""
-    magnitude = jnp.abs(x)
-    return jnp.max(jnp.where(magnitude < np.float32(np.inf), magnitude, np.float32(0)), axis=-1)
+    # By bits, whose order is that of the magnitudes: a float maximum would flush subnormal ones on some devices.
+    magnitude = _bits(x) & _u32(0x7FFFFFFF)
+    return _float(jnp.max(jnp.where(magnitude < _u32(_F32_INF), magnitude, _u32(0)), axis=-1))
 
 
 def _pow2_scale(amax: Float[Array, "*shape"], fp8_max: float, floor: float) -> Float[Array, "*shape"]:
@@ -175,7 +176,7 @@ def index_scale(amax: Float[Array, "*shape"], mode: ScaleMode, dialect: Dialect)
 
 def is_zero_group(amax: Float[Array, "*shape"], mode: ScaleMode) -> Array:
     """Groups whose finite members are all stored as code 0. In fp32 mode tiny groups count, whose reciprocal would overflow."""
-    return amax == np.float32(0) if mode == "pow2" else amax < np.float32(2.0**-100)
+    return _bits(amax) == _u32(0) if mode == "pow2" else amax < np.float32(2.0**-100)
 
 
 def encode_group(

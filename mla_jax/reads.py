@@ -6,17 +6,18 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Shaped, UInt8
 
 from mla_jax import checks, rows
+from mla_jax.arrays import ArrayIn
 from mla_jax.cache import PagedMLACache, check_cache
 from mla_jax.writes import index_facts
 
 
 def read_kv(
     cache: PagedMLACache,
-    layer: int | Int32[Array, ""],
-    slots: Int32[Array, "T"],
+    layer: int | Int32[ArrayIn, ""],
+    slots: Int32[ArrayIn, "T"],
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    k_scale: float | Float[Array, ""] | None = None,
+    k_scale: float | Float[ArrayIn, ""] | None = None,
 ) -> tuple[Float[Array, "T R"], Float[Array, "T P"]]:
     """Dequantised latent and rope of T rows.
 
@@ -43,7 +44,7 @@ def read_kv(
     return c_kv, k_rope
 
 
-def raw_rows(cache: PagedMLACache, layer: int | Int32[Array, ""], slots: Int32[Array, "T"]) -> UInt8[Array, "T W"]:
+def raw_rows(cache: PagedMLACache, layer: int | Int32[ArrayIn, ""], slots: Int32[ArrayIn, "T"]) -> UInt8[Array, "T W"]:
     """The stored bytes of T rows; zeros for slots outside [0, capacity) and for a traced layer out of range.
 
     Args:
@@ -60,7 +61,7 @@ def raw_rows(cache: PagedMLACache, layer: int | Int32[Array, ""], slots: Int32[A
 
 
 def read_index_k(
-    cache: PagedMLACache, layer: int | Int32[Array, ""], slots: Int32[Array, "T"], *, dtype: jax.typing.DTypeLike = jnp.float32
+    cache: PagedMLACache, layer: int | Int32[ArrayIn, ""], slots: Int32[ArrayIn, "T"], *, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Float[Array, "T d"]:
     """Dequantised indexer keys of T slots of index layer ``layer``; zeros outside, as :func:`read_kv`.
 
@@ -79,9 +80,9 @@ def read_index_k(
     check_cache("read_index_k", cache)
     layout, num_layers = index_facts("read_index_k", cache)
     index = checks.layer_index("read_index_k", layer, num_layers)
-    slots = checks.integers("read_index_k", "slots", slots, 1)
+    places = checks.integers("read_index_k", "slots", slots, 1)
     pool = checks.refuse_vmap(cache.index)
-    valid, page, offset = _safe_places(slots, index, num_layers, cache.config.capacity, layout.page_size)
+    valid, page, offset = _safe_places(places, index, num_layers, cache.config.capacity, layout.page_size)
     layer_of = jnp.clip(index, 0, num_layers - 1)
     if layout.dialect is None:
         keys = pool[layer_of, page, offset]
@@ -105,11 +106,11 @@ def _safe_places(
 
 
 def _gather(
-    op: str, cache: PagedMLACache, layer: int | Int32[Array, ""], slots: Int32[Array, "T"]
+    op: str, cache: PagedMLACache, layer: int | Int32[ArrayIn, ""], slots: Int32[ArrayIn, "T"]
 ) -> tuple[Shaped[Array, "T words"], Array]:
     config = cache.config
     index = checks.layer_index(op, layer, config.num_layers)
-    slots = checks.integers(op, "slots", slots, 1)
+    places = checks.integers(op, "slots", slots, 1)
     pool = checks.refuse_vmap(cache.kv)
-    valid, page, offset = _safe_places(slots, index, config.num_layers, config.capacity, config.page_size)
+    valid, page, offset = _safe_places(places, index, config.num_layers, config.capacity, config.page_size)
     return pool[jnp.clip(index, 0, config.num_layers - 1), page, offset], valid

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Num, Shaped
 
 from mla_jax import checks, rows
+from mla_jax.arrays import ArrayIn
 from mla_jax.cache import PagedMLACache, check_cache
 from mla_jax.devices import target_of
 from mla_jax.dispatch import dispatch
@@ -17,12 +18,12 @@ from mla_jax.kernels.write_rows import write_rows
 
 def write_kv(
     cache: PagedMLACache,
-    layer: int | Int32[Array, ""],
-    slots: Int32[Array, "T"],
-    c_kv: Num[Array, "T R"],
-    k_rope: Num[Array, "T P"],
+    layer: int | Int32[ArrayIn, ""],
+    slots: Int32[ArrayIn, "T"],
+    c_kv: Num[ArrayIn, "T R"],
+    k_rope: Num[ArrayIn, "T P"],
     *,
-    k_scale: float | Float[Array, ""] | None = None,
+    k_scale: float | Float[ArrayIn, ""] | None = None,
     implementation: str | None = None,
 ) -> PagedMLACache:
     """The cache with T rows written at ``slots`` of ``layer``. In place when the caller's jit donates the cache.
@@ -56,20 +57,20 @@ def write_kv(
     layout = config.layout
     shapes = {"slots": ("T",), "c_kv": ("T", layout.kv_lora_rank), "k_rope": ("T", layout.qk_rope_head_dim)}
     index = checks.layer_index("write_kv", layer, config.num_layers)
-    slots = checks.integers("write_kv", "slots", slots, 1)
-    c_kv, k_rope = checks.floats("write_kv", shapes, c_kv=c_kv, k_rope=k_rope)
-    checks.check_shapes("write_kv", shapes, slots=slots, c_kv=c_kv, k_rope=k_rope)
+    places = checks.integers("write_kv", "slots", slots, 1)
+    latent, rope = checks.floats("write_kv", shapes, c_kv=c_kv, k_rope=k_rope)
+    checks.check_shapes("write_kv", shapes, slots=places, c_kv=latent, k_rope=rope)
     scale = checks.k_scale_array("write_kv", k_scale, layout)
     target = target_of(cache.kv)
-    pool, index, slots, c_kv, k_rope = checks.refuse_vmap((cache.kv, index, slots, c_kv, k_rope))
+    pool, index, places, latent, rope = checks.refuse_vmap((cache.kv, index, places, latent, rope))
 
     def xla() -> Array:
-        return _scatter(pool, index, slots, config.page_size, rows.encode_rows(layout, c_kv, k_rope, scale))
+        return _scatter(pool, index, places, config.page_size, rows.encode_rows(layout, latent, rope, scale))
 
     def pallas() -> Array:
-        return write_rows(pool, layout, index, slots, c_kv, k_rope, scale, target)
+        return write_rows(pool, layout, index, places, latent, rope, scale, target)
 
-    if slots.shape[0] == 0:
+    if places.shape[0] == 0:
         return dispatch("write_kv", implementation, target, {"xla": lambda: cache, "pallas": lambda: cache})
     kv = dispatch("write_kv", implementation, target, {"xla": xla, "pallas": pallas})
     return dataclasses.replace(cache, kv=kv)
@@ -77,9 +78,9 @@ def write_kv(
 
 def write_index_k(
     cache: PagedMLACache,
-    layer: int | Int32[Array, ""],
-    slots: Int32[Array, "T"],
-    k: Num[Array, "T d"],
+    layer: int | Int32[ArrayIn, ""],
+    slots: Int32[ArrayIn, "T"],
+    k: Num[ArrayIn, "T d"],
     *,
     implementation: str | None = None,
 ) -> PagedMLACache:
@@ -106,26 +107,24 @@ def write_index_k(
     layout, num_layers = index_facts("write_index_k", cache)
     shapes = {"slots": ("T",), "k": ("T", layout.head_dim)}
     index = checks.layer_index("write_index_k", layer, num_layers)
-    slots = checks.integers("write_index_k", "slots", slots, 1)
-    (k,) = checks.floats("write_index_k", shapes, k=k)
-    checks.check_shapes("write_index_k", shapes, slots=slots, k=k)
+    places = checks.integers("write_index_k", "slots", slots, 1)
+    (keys,) = checks.floats("write_index_k", shapes, k=k)
+    checks.check_shapes("write_index_k", shapes, slots=places, k=keys)
     target = target_of(cache.index)
-    pool, index, slots, k = checks.refuse_vmap((cache.index, index, slots, k))
+    pool, index, places, keys = checks.refuse_vmap((cache.index, index, places, keys))
 
     def xla() -> Array:
         if layout.dialect is None:
-            return _scatter(pool, index, slots, layout.page_size, k.astype(jnp.float32))
-        keys, scales = rows.encode_index_keys(layout, k)
-        layers, pages, offsets = _places(index, slots, pool.shape[0], pool.shape[1], layout.page_size)
-        columns = jnp.concatenate(rows.index_columns(layout, slots & (layout.page_size - 1)), axis=1)
-        del offsets
-        words = jnp.concatenate([keys, scales], axis=1)
+            return _scatter(pool, index, places, layout.page_size, keys.astype(jnp.float32))
+        layers, pages, _ = _places(index, places, pool.shape[0], pool.shape[1], layout.page_size)
+        columns = jnp.concatenate(rows.index_columns(layout, places & np.int32(layout.page_size - 1)), axis=1)
+        words = jnp.concatenate(rows.encode_index_keys(layout, keys), axis=1)
         return pool.at[layers[:, None], pages[:, None], columns].set(words, mode="drop", unique_indices=True)
 
     def pallas() -> Array:
-        return write_index(pool, layout, index, slots, k, target)
+        return write_index(pool, layout, index, places, keys, target)
 
-    if slots.shape[0] == 0:
+    if places.shape[0] == 0:
         return dispatch("write_index_k", implementation, target, {"xla": lambda: cache, "pallas": lambda: cache})
     return dataclasses.replace(cache, index=dispatch("write_index_k", implementation, target, {"xla": xla, "pallas": pallas}))
 
