@@ -12,7 +12,7 @@ from mla_jax.kernels import backend
 from mla_jax.kernels.scatter import scatter_rows, spans, to_words
 from mla_jax.kernels.tuning import write_tuning
 from mla_jax.layout import GROUP, IndexLayout
-from mla_jax.quantize import encode_group, finite_amax, index_scale
+from mla_jax.quantize import encode_group, finite_amax, index_scale, plain_bits
 
 
 def write_index(
@@ -35,17 +35,14 @@ def write_index(
     word, d = layout.word_dtype, layout.head_dim
 
     def row(t: Any, refs: Sequence[Any]) -> list[Any]:
-        """Float32: (first column, numbers). FP8: ("key" or "scale", word within the token's keys or scales, words)."""
+        """Float32: (first column, words). FP8: ("key" or "scale", word within the token's keys or scales, words)."""
         (ref,) = refs
         if dialect is None or mode is None:
-            return [(start, ref[t, backend.span(start, size)].astype(jnp.float32)) for start, size in spans(d)]
+            return [(start, plain_bits(ref[t, backend.span(start, size)], jnp.float32)) for start, size in spans(d)]
         pieces: list[Any] = []
         for group in range(layout.groups):
             first = group * GROUP
-            parts = [
-                (first + start, ref[t, backend.span(first + start, size)].astype(jnp.float32))
-                for start, size in spans(min(GROUP, d - first))
-            ]
+            parts = [(first + start, ref[t, backend.span(first + start, size)]) for start, size in spans(min(GROUP, d - first))]
             amax = finite_amax(parts[0][1][None])
             for _, x in parts[1:]:
                 amax = jnp.maximum(amax, finite_amax(x[None]))
@@ -61,8 +58,8 @@ def write_index(
 
     def place(pool_ref: Any, layer: Any, page: Any, offset: Any, pieces: list[Any]) -> None:
         if dialect is None:
-            for start, numbers in pieces:
-                pool_ref[layer, page, offset, backend.span(start, numbers.shape[0])] = numbers
+            for start, words in pieces:
+                pool_ref[layer, page, offset, backend.span(start, words.shape[0])] = words
             return
         for kind, start, words in pieces:
             if kind == "key":

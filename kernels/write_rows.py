@@ -15,7 +15,7 @@ from mla_jax.kernels import backend
 from mla_jax.kernels.scatter import scatter_rows, spans, to_words
 from mla_jax.kernels.tuning import write_tuning
 from mla_jax.layout import GROUP, CacheLayout
-from mla_jax.quantize import divide, encode_bits, encode_group, finite_amax, packed_scale
+from mla_jax.quantize import divide, encode_bits, encode_group, finite_amax, packed_scale, plain_bits
 
 
 def write_rows(
@@ -45,17 +45,16 @@ def write_rows(
         operands.append(k_scale.reshape(1))
 
     def plain(ref: Any, t: Any, start: int, size: int) -> Any:
-        return ref[t, backend.span(start, size)].astype(word)
+        return plain_bits(ref[t, backend.span(start, size)], layout.number_dtype).astype(word)
 
     def raw(ref: Any, t: Any, start: int, size: int, scale: Any) -> Any:
-        x = ref[t, backend.span(start, size)].astype(jnp.float32)
-        if scale is not None:
-            x = divide(x, scale)
-        return to_words(encode_bits(x, layout.dialect or "e4m3fn", native=native), 1, word)
+        x = ref[t, backend.span(start, size)]
+        scaled = x if scale is None else divide(x.astype(jnp.float32), scale)
+        return to_words(encode_bits(scaled, layout.dialect or "e4m3fn", source=x, native=native), 1, word)
 
     def packed(ref: Any, t: Any, start: int, size: int) -> tuple[Any, Any]:
         assert layout.scale_mode is not None
-        x = ref[t, backend.span(start, size)].astype(jnp.float32).reshape(size // GROUP, GROUP)
+        x = ref[t, backend.span(start, size)].reshape(size // GROUP, GROUP)
         amax = finite_amax(x)
         scale = packed_scale(amax, layout.scale_mode)
         codes = encode_group(x, amax, scale, layout.scale_mode, "e4m3fn", native=native)
@@ -63,8 +62,7 @@ def write_rows(
         return to_words(codes.reshape(size), 1, word), to_words(scale_bits, 4, word)
 
     def packed_rope(ref: Any, t: Any, start: int, size: int) -> Any:
-        bits = jax.lax.bitcast_convert_type(ref[t, backend.span(start, size)].astype(jnp.bfloat16), jnp.uint16)
-        return to_words(bits.astype(jnp.uint32), 2, word)
+        return to_words(plain_bits(ref[t, backend.span(start, size)], jnp.bfloat16), 2, word)
 
     R, P = layout.kv_lora_rank, layout.qk_rope_head_dim
 

@@ -89,11 +89,8 @@ def convert(cache: PagedMLACache, config: CacheConfig) -> PagedMLACache:
         assert source_index is not None and target_index is not None
 
         def recode(page: Array) -> Array:
-            keys = rows.decode_index_pages(source_index, page)
-            if target_index.dialect is None:
-                return keys
-            codes, scales = rows.encode_index_keys(target_index, keys)
-            return jnp.concatenate([codes.reshape(-1), scales.reshape(-1)])
+            keys, scales = rows.encode_index_keys(target_index, rows.decode_index_pages(source_index, page))
+            return jnp.concatenate([keys.reshape(-1), scales.reshape(-1)]).reshape(target_index.page_shape)
 
         index = _map_pages(recode, index)
     return PagedMLACache(kv=kv, index=index, config=config)

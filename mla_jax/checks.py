@@ -142,13 +142,17 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__} {value!r}" if dtype is None else f"{jnp.dtype(dtype).name}{list(shape or ())}"
 
 
-@jax.custom_batching.custom_vmap
 def refuse_vmap(arrays: Any) -> Any:
-    """``arrays`` unchanged; under vmap a clear error. A batched cache would be a copy of the pool for each element."""
+    """The arrays as jax arrays; under vmap a clear error. A batched cache would be a copy of the pool for each element."""
+    return _unbatched(jax.tree.map(jnp.asarray, arrays))
+
+
+@jax.custom_batching.custom_vmap
+def _unbatched(arrays: Any) -> Any:
     return arrays
 
 
-@refuse_vmap.def_vmap
+@_unbatched.def_vmap
 def _refuse(axis_size: int, in_batched: Any, arrays: Any) -> Any:
     del axis_size, in_batched, arrays
     raise NotImplementedError(

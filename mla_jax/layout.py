@@ -141,8 +141,7 @@ class CacheLayout:
         elif self.is_raw:
             parts = (("latent", R, f"float8_{self.dialect}"), ("rope", P, f"float8_{self.dialect}"))
         else:
-            dtype = self.name.removeprefix("plain_")
-            size = jnp.dtype(dtype).itemsize
+            dtype, size = self.number_dtype.name, self.number_dtype.itemsize
             parts = (("latent", R * size, dtype), ("rope", P * size, dtype))
         fields, start = [], 0
         for name, size, dtype in parts:
@@ -158,13 +157,21 @@ class CacheLayout:
 
     @property
     def word_dtype(self) -> np.dtype:
-        """Element type of the pool: the number itself for plain rows, an unsigned word of bytes otherwise.
+        """Element type of the pool: an unsigned word, as wide as the number in plain rows, as wide as the fields allow elsewhere.
 
-        A word never straddles two fields, so each field is written and read as whole words.
+        A word never straddles two fields, so each field is written and read as whole words. Plain rows are words too: XLA on a CPU
+        scatters bfloat16 through a float32 copy of the whole pool, and words keep every bit.
         """
         if self.is_plain:
-            return jnp.dtype(self.name.removeprefix("plain_"))
+            return np.dtype(f"uint{8 * self.number_dtype.itemsize}")
         return _word_dtype(int(np.gcd.reduce([field.stop for field in self.byte_map])))
+
+    @property
+    def number_dtype(self) -> np.dtype:
+        """The numbers a plain row holds; a ValueError for every other layout."""
+        if not self.is_plain:
+            raise ValueError(f"{self.name} rows hold codes, not numbers of one dtype")
+        return jnp.dtype(self.name.removeprefix("plain_"))
 
     @property
     def row_words(self) -> int:
@@ -216,12 +223,12 @@ class IndexLayout:
 
     @property
     def word_dtype(self) -> np.dtype:
-        """Element type of the pool; a word never straddles two keys or a key and a scale."""
-        return np.dtype(np.float32) if self.dialect is None else _word_dtype(int(np.gcd(self.head_dim, 4)))
+        """Element type of the pool, an unsigned word; none straddles two keys or a key and a scale."""
+        return np.dtype(np.uint32) if self.dialect is None else _word_dtype(int(np.gcd(self.head_dim, 4)))
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """Shape of one page: [S, d] float32 keys, or one run of words (keys, then scales)."""
+        """Shape of one page in words: [S, d] for float32 keys, else one run of keys, then scales."""
         if self.dialect is None:
             return (self.page_size, self.head_dim)
         return (self.page_bytes // self.word_dtype.itemsize,)

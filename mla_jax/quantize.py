@@ -66,23 +66,61 @@ def _float(bits: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def encode_bits(x: Num[Array, "*shape"], dialect: Dialect, *, native: bool = False) -> UInt32[Array, "*shape"]:
+def _sign_and_nan(x: Num[Array, "*shape"]) -> tuple[UInt32[Array, "*shape"], Array]:
+    """The sign as 0 or 0x80, and whether x is NaN, from the bits of its own type.
+
+    Arithmetic loses the sign of a NaN on GPUs, and so does the conversion of float16 to float32.
+    """
+    if x.dtype.itemsize == 4:
+        bits, infinity = jax.lax.bitcast_convert_type(x, jnp.uint32), _F32_INF
+    else:
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << _u32(16)
+        infinity = 0x7C000000 if x.dtype == jnp.float16 else _F32_INF
+    return (bits >> _u32(24)) & _u32(0x80), (bits & _u32(0x7FFFFFFF)) > _u32(infinity)
+
+
+def plain_bits(x: Num[Array, "*shape"], dtype: jax.typing.DTypeLike) -> UInt32[Array, "*shape"]:
+    """Bits of x cast to float32, bfloat16 or float16 by IEEE rules, in the low bytes of uint32.
+
+    A number of that type already keeps its bits. A NaN that is cast becomes the quiet NaN of its sign, as numpy's casts give for
+    ``nan``; devices differ in what they do with it.
+    """
+    dtype = jnp.dtype(dtype)
+    word = jnp.uint32 if dtype.itemsize == 4 else jnp.uint16
+    bits = jax.lax.bitcast_convert_type(x.astype(dtype), word).astype(jnp.uint32)
+    if x.dtype == dtype:
+        return bits
+    quiet = {"float32": 0x7FC00000, "bfloat16": 0x7FC0, "float16": 0x7E00}[dtype.name]
+    sign, is_nan = _sign_and_nan(x)
+    return jnp.where(is_nan, _u32(quiet) | (sign << _u32(8 * dtype.itemsize - 8)), bits)
+
+
+def encode_bits(
+    x: Num[Array, "*shape"], dialect: Dialect, *, source: Num[Array, "*shape"] | None = None, native: bool = False
+) -> UInt32[Array, "*shape"]:
     """FP8 codes of ``x`` (float32, bfloat16 or float16, any shape) in the low byte of uint32.
 
-    ``native`` uses the device's own conversion for the finite numbers. It is for Triton kernels on NVIDIA alone, where that
-    conversion saturates; every other compiler must take the integer form.
+    ``source``: the numbers that ``x`` was computed from, if any; NaN and its sign are taken from them. ``native`` uses the device's
+    own conversion for the rest. It is for Triton kernels on NVIDIA alone, where that conversion saturates; every other compiler
+    must take the integer form.
     """
     fmt = FORMATS[dialect]
+    source_sign, is_nan = _sign_and_nan(x if source is None else source)
+    nan = source_sign | _u32(fmt.nan_code) if fmt.signed else _u32(fmt.nan_code)
+    return jnp.where(is_nan, nan, _native_codes(x, dialect) if native else _codes(x, fmt))
+
+
+def _native_codes(x: Num[Array, "*shape"], dialect: Dialect) -> UInt32[Array, "*shape"]:
+    """Codes by the device's conversion; of NaN, anything."""
+    codes = x.astype(jnp.float32).astype(FP8_DTYPES[dialect])
+    return jax.lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32)
+
+
+def _codes(x: Num[Array, "*shape"], fmt: Fp8Format) -> UInt32[Array, "*shape"]:
+    """Codes by integer arithmetic on the bits of float32; of NaN, anything."""
     bits = _bits(x)
     magnitude = bits & _u32(0x7FFFFFFF)
     sign = (bits >> _u32(24)) & _u32(0x80)
-    is_nan = magnitude > _u32(_F32_INF)
-    if native:
-        codes = jax.lax.bitcast_convert_type(x.astype(jnp.float32).astype(FP8_DTYPES[dialect]), jnp.uint8).astype(jnp.uint32)
-        if dialect == "e4m3fn":
-            # The device gives 0x7F for every NaN, which lacks only its sign; elsewhere the sign is there already.
-            return codes | sign
-        return jnp.where(is_nan, sign | _u32(fmt.nan_code), codes)
     # Below the smallest normal exponent the significand is shifted further right, so one rounding serves normals and
     # subnormals, and a carry out of the mantissa lands in the exponent where it belongs. A shift of 25 already gives 0.
     smallest_normal = _u32(128 - fmt.bias)
@@ -94,10 +132,7 @@ def encode_bits(x: Num[Array, "*shape"], dialect: Dialect, *, native: bool = Fal
     rounded = (significand + half + ((significand >> shift) & _u32(1))) >> shift
     codes = ((stored - smallest_normal) << _u32(fmt.mantissa_bits)) + rounded
     codes = jnp.minimum(codes, _u32(fmt.max_code))
-    if fmt.signed:
-        return sign | jnp.where(is_nan, _u32(fmt.nan_code), codes)
-    signed = jnp.where(codes == _u32(0), _u32(0), codes | sign)
-    return jnp.where(is_nan, _u32(fmt.nan_code), signed)
+    return codes | sign if fmt.signed else jnp.where(codes == _u32(0), _u32(0), codes | sign)
 
 
 def encode(x: Num[Array, "*shape"], dialect: Dialect) -> UInt8[Array, "*shape"]:
@@ -121,11 +156,11 @@ def decode(codes: Shaped[Array, "*shape"], dialect: Dialect) -> Float[Array, "*s
         value = jnp.where(magnitude == _u32(0x7F), np.float32(np.nan), value)
     value = _float(_bits(value) | ((codes & _u32(0x80)) << _u32(24)))
     if dialect == "e4m3fnuz":
-        value = jnp.where(codes == _u32(0x80), np.float32(np.nan), value)
+        value = jnp.where(codes == _u32(0x80), np.float32(-np.nan), value)  # ml_dtypes' sign, which a conversion keeps
     return value
 
 
-def finite_amax(x: Float[Array, "*lead n"]) -> Float[Array, "*lead"]:
+def finite_amax(x: Num[Array, "*lead n"]) -> Float[Array, "*lead"]:
     """Largest magnitude among the finite members of the last axis, 0 if there are none."""
     # By bits, whose order is that of the magnitudes: a float maximum would flush subnormal ones on some devices.
     magnitude = _bits(x) & _u32(0x7FFFFFFF)
@@ -180,7 +215,7 @@ def is_zero_group(amax: Float[Array, "*shape"], mode: ScaleMode) -> Array:
 
 
 def encode_group(
-    x: Float[Array, "*lead n"],
+    x: Num[Array, "*lead n"],
     amax: Float[Array, "*lead"],
     scale: Float[Array, "*lead"],
     mode: ScaleMode,
@@ -198,7 +233,8 @@ def encode_group(
     tiny = np.float32(2.0**-60)
     factor = jnp.where(zero, tiny, np.float32(1) / scale)
     offset = jnp.where(zero, tiny, np.float32(-0.0))
-    return encode_bits(x * factor[..., None] + offset[..., None], dialect, native=native)
+    scaled = x.astype(jnp.float32) * factor[..., None] + offset[..., None]
+    return encode_bits(scaled, dialect, source=x, native=native)
 
 
 def divide(x: Float[Array, "*shape"], y: Float[Array, ""]) -> Float[Array, "*shape"]:

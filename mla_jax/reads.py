@@ -85,7 +85,7 @@ def read_index_k(
     valid, page, offset = _safe_places(places, index, num_layers, cache.config.capacity, layout.page_size)
     layer_of = jnp.clip(index, 0, num_layers - 1)
     if layout.dialect is None:
-        keys = pool[layer_of, page, offset]
+        keys = rows.decode_index_pages(layout, pool[layer_of, page, offset])
     else:
         key_columns, scale_columns = rows.index_columns(layout, offset)
         columns = jnp.concatenate([key_columns, scale_columns], axis=1)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num, Shaped, UInt8, UInt32
 
 from mla_jax.layout import GROUP, CacheLayout, IndexLayout
-from mla_jax.quantize import decode, divide, encode, encode_group, finite_amax, index_scale, packed_scale
+from mla_jax.quantize import decode, divide, encode_bits, encode_group, finite_amax, index_scale, packed_scale, plain_bits
 
 
 def to_bytes(values: Shaped[Array, "*lead n"]) -> UInt8[Array, "*lead nbytes"]:
@@ -33,19 +33,21 @@ def encode_rows(
     """Rows of ``layout`` as the pool's words. Latent and rope are cast independently, whatever their dtypes."""
     dialect = layout.dialect
     if dialect is None:
-        return jnp.concatenate([c_kv.astype(layout.word_dtype), k_rope.astype(layout.word_dtype)], axis=-1)
+        parts = [plain_bits(part, layout.number_dtype).astype(layout.word_dtype) for part in (c_kv, k_rope)]
+        return jnp.concatenate(parts, axis=-1)
     if layout.is_raw:
-        parts = [c_kv.astype(jnp.float32), k_rope.astype(jnp.float32)]
-        if k_scale is not None:
-            parts = [divide(part, k_scale) for part in parts]
-        return from_bytes(jnp.concatenate([encode(part, dialect) for part in parts], axis=-1), layout.word_dtype)
+        codes = []
+        for part in (c_kv, k_rope):
+            scaled = part if k_scale is None else divide(part.astype(jnp.float32), k_scale)
+            codes.append(encode_bits(scaled, dialect, source=part).astype(jnp.uint8))
+        return from_bytes(jnp.concatenate(codes, axis=-1), layout.word_dtype)
     assert layout.scale_mode is not None
-    groups = c_kv.astype(jnp.float32).reshape(*c_kv.shape[:-1], -1, GROUP)
+    groups = c_kv.reshape(*c_kv.shape[:-1], -1, GROUP)
     amax = finite_amax(groups)
     scale = packed_scale(amax, layout.scale_mode)
     codes = encode_group(groups, amax, scale, layout.scale_mode, dialect).astype(jnp.uint8)
-    fields = [codes.reshape(c_kv.shape), to_bytes(scale), to_bytes(k_rope.astype(jnp.bfloat16))]
-    return from_bytes(jnp.concatenate(fields, axis=-1), layout.word_dtype)
+    rope = plain_bits(k_rope, jnp.bfloat16).astype(jnp.uint16)
+    return from_bytes(jnp.concatenate([codes.reshape(c_kv.shape), to_bytes(scale), to_bytes(rope)], axis=-1), layout.word_dtype)
 
 
 def decode_rows(
@@ -55,7 +57,7 @@ def decode_rows(
     R = layout.kv_lora_rank
     dialect = layout.dialect
     if dialect is None:
-        values = words.astype(jnp.float32)
+        values = jax.lax.bitcast_convert_type(words, layout.number_dtype).astype(jnp.float32)
         return values[..., :R], values[..., R:]
     data = to_bytes(words)
     if layout.is_raw:
@@ -73,11 +75,13 @@ def decode_rows(
 def encode_index_keys(
     layout: IndexLayout, k: Num[Array, "*lead d"]
 ) -> tuple[Shaped[Array, "*lead key_words"], Shaped[Array, "*lead scale_words"]]:
-    """Codes and scales of FP8 index keys, both as the pool's words."""
-    assert layout.dialect is not None and layout.scale_mode is not None
+    """Codes and scales of index keys, both as the pool's words; float32 keys have no scales."""
+    if layout.dialect is None or layout.scale_mode is None:
+        words = plain_bits(k, jnp.float32)
+        return words, words[..., :0]
     codes, scales = [], []
     for start in range(0, layout.head_dim, GROUP):
-        group = k[..., start : start + GROUP].astype(jnp.float32)
+        group = k[..., start : start + GROUP]
         amax = finite_amax(group)
         scale = index_scale(amax, layout.scale_mode, layout.dialect)
         codes.append(encode_group(group, amax, scale, layout.scale_mode, layout.dialect).astype(jnp.uint8))
@@ -90,7 +94,7 @@ def encode_index_keys(
 def decode_index_pages(layout: IndexLayout, pages: Shaped[Array, "*lead words"]) -> Float[Array, "*lead S d"]:
     """float32 keys of whole pages (``layout.page_shape`` trailing)."""
     if layout.dialect is None:
-        return pages
+        return jax.lax.bitcast_convert_type(pages, jnp.float32)
     data = to_bytes(pages)
     keys_end = layout.page_size * layout.head_dim
     lead = data.shape[:-1]

@@ -62,7 +62,7 @@ def write_kv(
     checks.check_shapes("write_kv", shapes, slots=places, c_kv=latent, k_rope=rope)
     scale = checks.k_scale_array("write_kv", k_scale, layout)
     target = target_of(cache.kv)
-    pool, index, places, latent, rope = checks.refuse_vmap((cache.kv, index, places, latent, rope))
+    pool, index, places, latent, rope, scale = checks.refuse_vmap((cache.kv, index, places, latent, rope, scale))
 
     def xla() -> Array:
         return _scatter(pool, index, places, config.page_size, rows.encode_rows(layout, latent, rope, scale))
@@ -115,7 +115,7 @@ def write_index_k(
 
     def xla() -> Array:
         if layout.dialect is None:
-            return _scatter(pool, index, places, layout.page_size, keys.astype(jnp.float32))
+            return _scatter(pool, index, places, layout.page_size, rows.encode_index_keys(layout, keys)[0])
         layers, pages, _ = _places(index, places, pool.shape[0], pool.shape[1], layout.page_size)
         columns = jnp.concatenate(rows.index_columns(layout, places & np.int32(layout.page_size - 1)), axis=1)
         words = jnp.concatenate(rows.encode_index_keys(layout, keys), axis=1)
