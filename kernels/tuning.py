@@ -17,7 +17,7 @@ class WriteTuning:
     Attributes:
         rows: rows each program writes, unrolled, so that their loads are in flight together.
         num_warps: warps a program.
-        native_fp8: convert to OCP FP8 with the device's own instruction instead of the integer encoder. Only where the two were
+        native_fp8: convert with the device's own OCP FP8 instruction instead of the integer encoder. Only where the two were
             compared bit for bit on the chip.
     """
 

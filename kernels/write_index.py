@@ -31,7 +31,6 @@ def write_index(
     backend.require_addressable("write_index_k", pool)
     dialect, mode = layout.dialect, layout.scale_mode
     tuning = write_tuning(target, "plain" if dialect is None else "index")
-    native = tuning.native_fp8 and dialect != "e4m3fnuz"
     word, d = layout.word_dtype, layout.head_dim
 
     def row(t: Any, refs: Sequence[Any]) -> list[Any]:
@@ -48,7 +47,7 @@ def write_index(
                 amax = jnp.maximum(amax, finite_amax(x[None]))
             scale = index_scale(amax, mode, dialect)
             for start, x in parts:
-                codes = encode_group(x[None], amax, scale, mode, dialect, native=native).reshape(x.shape)
+                codes = encode_group(x[None], amax, scale, mode, dialect, native=tuning.native_fp8).reshape(x.shape)
                 pieces.append(("key", start // word.itemsize, to_words(codes, 1, word)))
             scale_words = to_words(jax.lax.bitcast_convert_type(scale, jnp.uint32), 4, word)
             pieces.append(("scale", group * 4 // word.itemsize, scale_words))

@@ -35,7 +35,6 @@ def write_rows(
     """
     backend.require_addressable("write_kv", pool)
     tuning = write_tuning(target, layout.write_path.value)
-    native = tuning.native_fp8 and layout.dialect != "e4m3fnuz"
     word = layout.word_dtype
     numbers_a_word = word.itemsize if layout.dialect is not None else 1
     operands: list[Any] = [c_kv]
@@ -50,14 +49,14 @@ def write_rows(
     def raw(ref: Any, t: Any, start: int, size: int, scale: Any) -> Any:
         x = ref[t, backend.span(start, size)]
         scaled = x if scale is None else divide(x.astype(jnp.float32), scale)
-        return to_words(encode_bits(scaled, layout.dialect or "e4m3fn", source=x, native=native), 1, word)
+        return to_words(encode_bits(scaled, layout.dialect or "e4m3fn", source=x, native=tuning.native_fp8), 1, word)
 
     def packed(ref: Any, t: Any, start: int, size: int) -> tuple[Any, Any]:
         assert layout.scale_mode is not None
         x = ref[t, backend.span(start, size)].reshape(size // GROUP, GROUP)
         amax = finite_amax(x)
         scale = packed_scale(amax, layout.scale_mode)
-        codes = encode_group(x, amax, scale, layout.scale_mode, "e4m3fn", native=native)
+        codes = encode_group(x, amax, scale, layout.scale_mode, "e4m3fn", native=tuning.native_fp8)
         scale_bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
         return to_words(codes.reshape(size), 1, word), to_words(scale_bits, 4, word)
 

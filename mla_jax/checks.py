@@ -14,23 +14,27 @@ from mla_jax.layout import CacheLayout
 FLOAT_DTYPES = tuple(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
 
 
-def floats(op: str, shapes: dict[str, tuple[int | str, ...]], **arrays: Any) -> tuple[Array, ...]:
+def floats(
+    op: str, shapes: dict[str, tuple[int | str, ...]], *, dtypes: tuple[np.dtype, ...] = FLOAT_DTYPES, **arrays: Any
+) -> tuple[Array, ...]:
     """The arrays as jax arrays, after checking dtype and shape.
 
     Args:
         op: the operation, for messages.
         shapes: for each array its expected shape; a letter binds a size and must agree everywhere.
+        dtypes: what is accepted.
         **arrays: the arrays by name.
 
     Raises:
-        TypeError: for a dtype other than float32, bfloat16 and float16.
+        TypeError: for another dtype.
         ValueError: for another shape.
     """
     out = []
     for name, array in arrays.items():
         dtype = getattr(array, "dtype", None)
-        if dtype is None or jnp.dtype(dtype) not in FLOAT_DTYPES:
-            raise TypeError(f"{op}: {name} must be an array of float32, bfloat16 or float16, got {_kind(array)}")
+        if dtype is None or jnp.dtype(dtype) not in dtypes:
+            names = ", ".join(d.name for d in dtypes)
+            raise TypeError(f"{op}: {name} must be an array of one of {names}, got {_kind(array)}")
         out.append(jnp.asarray(array))
     check_shapes(op, shapes, **arrays)
     return tuple(out)
@@ -127,9 +131,11 @@ def k_scale_array(op: str, k_scale: Any, layout: CacheLayout) -> Float[Array, ""
     else:
         if isinstance(k_scale, bool) or not isinstance(k_scale, int | float | np.number):
             raise TypeError(f"{op}: k_scale must be a float or a float32 scalar, got {_kind(k_scale)}")
-        if not 0 < float(k_scale) < math.inf:
-            raise ValueError(f"{op}: k_scale must be finite and positive, got {k_scale!r}")
-        if float(k_scale) == 1.0:
+        with np.errstate(over="ignore", under="ignore"):
+            value = float(np.float32(k_scale))
+        if not 0 < value < math.inf:
+            raise ValueError(f"{op}: k_scale must be finite and positive in float32, got {k_scale!r}")
+        if value == 1.0:
             return None
         if not layout.is_raw:
             raise ValueError(f"{op}: k_scale applies to raw FP8 rows; {layout.name} takes None or a static 1.0, got {k_scale!r}")

@@ -87,9 +87,14 @@ def plain_bits(x: Num[Array, "*shape"], dtype: jax.typing.DTypeLike) -> UInt32[A
     """
     dtype = jnp.dtype(dtype)
     word = jnp.uint32 if dtype.itemsize == 4 else jnp.uint16
-    bits = jax.lax.bitcast_convert_type(x.astype(dtype), word).astype(jnp.uint32)
     if x.dtype == dtype:
-        return bits
+        return jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
+    if dtype == jnp.bfloat16:
+        # Rounded by integers, to nearest and ties to even: a CPU may flush the subnormals that a cast meets or makes.
+        bits = _bits(x)
+        bits = (bits + _u32(0x7FFF) + ((bits >> _u32(16)) & _u32(1))) >> _u32(16)
+    else:
+        bits = jax.lax.bitcast_convert_type(x.astype(dtype), word).astype(jnp.uint32)
     quiet = {"float32": 0x7FC00000, "bfloat16": 0x7FC0, "float16": 0x7E00}[dtype.name]
     sign, is_nan = _sign_and_nan(x)
     return jnp.where(is_nan, _u32(quiet) | (sign << _u32(8 * dtype.itemsize - 8)), bits)
@@ -111,9 +116,18 @@ def encode_bits(
 
 
 def _native_codes(x: Num[Array, "*shape"], dialect: Dialect) -> UInt32[Array, "*shape"]:
-    """Codes by the device's conversion; of NaN, anything."""
-    codes = x.astype(jnp.float32).astype(FP8_DTYPES[dialect])
-    return jax.lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32)
+    """Codes by the device's saturating conversion to OCP FP8; of NaN, anything.
+
+    e4m3fnuz is e4m3fn of twice the number, but for what lies past the midpoint of 224 and 240, and for -0, which it lacks.
+    """
+    x = x.astype(jnp.float32)
+    is_fnuz = dialect == "e4m3fnuz"
+    values = (x * np.float32(2) if is_fnuz else x).astype(FP8_DTYPES["e4m3fn" if is_fnuz else dialect])
+    codes = jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint32)
+    if not is_fnuz:
+        return codes
+    codes = jnp.where(jnp.abs(x) > np.float32(232), codes | _u32(0x7F), codes)
+    return jnp.where(codes == _u32(0x80), _u32(0), codes)
 
 
 def _codes(x: Num[Array, "*shape"], fmt: Fp8Format) -> UInt32[Array, "*shape"]:
