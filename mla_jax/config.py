@@ -192,14 +192,14 @@ class CacheConfig:
 def pages_that_fit(config: CacheConfig, nbytes: int) -> int:
     """The largest ``num_pages`` whose pools take at most ``nbytes`` bytes; ``config.num_pages`` itself does not matter.
 
+    Below 2 pages it is no valid ``num_pages`` (the null page needs another beside it), and above it stays within int32 slots.
+
     Raises:
-        ValueError: if fewer than two pages (the null page and one more) fit.
+        ValueError: for a negative number of bytes.
     """
-    page_bytes = config.bytes_per_token * config.page_size
-    pages = min(int(nbytes) // page_bytes, (2**31 - 1) // config.page_size)
-    if pages < 2:
-        raise ValueError(f"pages_that_fit: two pages need {2 * page_bytes} bytes, got {nbytes}")
-    return pages
+    if nbytes < 0:
+        raise ValueError(f"pages_that_fit: nbytes must be >= 0, got {nbytes}")
+    return min(int(nbytes) // (config.bytes_per_token * config.page_size), (2**31 - 1) // config.page_size)
 
 
 _REASONS = {

@@ -42,7 +42,7 @@ def encode_rows(
             codes.append(encode_bits(scaled, dialect, source=part).astype(jnp.uint8))
         return from_bytes(jnp.concatenate(codes, axis=-1), layout.word_dtype)
     assert layout.scale_mode is not None
-    groups = c_kv.reshape(*c_kv.shape[:-1], -1, GROUP)
+    groups = c_kv.reshape(*c_kv.shape[:-1], c_kv.shape[-1] // GROUP, GROUP)
     amax = finite_amax(groups)
     scale = packed_scale(amax, layout.scale_mode)
     codes = encode_group(groups, amax, scale, layout.scale_mode, dialect).astype(jnp.uint8)
@@ -67,7 +67,7 @@ def decode_rows(
         return values[..., :R], values[..., R:]
     scales_end = R + R // GROUP * 4
     scale = from_bytes(data[..., R:scales_end], jnp.float32)
-    groups = decode(data[..., :R], dialect).reshape(*data.shape[:-1], -1, GROUP) * scale[..., None]
+    groups = decode(data[..., :R], dialect).reshape(*data.shape[:-1], R // GROUP, GROUP) * scale[..., None]
     rope = from_bytes(data[..., scales_end:], jnp.bfloat16).astype(jnp.float32)
     return groups.reshape(*data.shape[:-1], R), rope
 

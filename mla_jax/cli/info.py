@@ -46,7 +46,11 @@ def run(args: argparse.Namespace) -> int:
         nsa_kv_cache_store_fp8=args.packed,
         scale_mode=args.scale_mode,
     )
+    if not 0 <= args.gib < float("inf"):
+        raise ValueError(f"--gib must be finite and positive, got {args.gib}")
     pages = pages_that_fit(config, int(args.gib * 2**30))
+    if pages < 2:
+        raise ValueError(f"--gib {args.gib:g} holds {pages} pages of {args.page_size} tokens in {args.layers} layers; a cache needs 2")
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
     config = CacheConfig(**{**fields, "num_pages": pages})
 

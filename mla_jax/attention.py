@@ -1,0 +1,178 @@
+"""Dense attention over a paged cache: decoding a fixed number of new tokens a sequence, and prefilling ragged ones."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from mla_jax import checks, ragged
+from mla_jax.arrays import ArrayIn
+from mla_jax.cache import PagedMLACache, check_cache
+from mla_jax.devices import target_of
+from mla_jax.dispatch import dispatch
+from mla_jax.online_softmax import empty_partial, finish
+from mla_jax.paged_attention import LatentRows, attend_pages, lane_floats, latent_rows
+from mla_jax.positions import sequences, static_int
+from mla_jax.queries import Queries, queries
+
+Attention = tuple[Float[Array, "*lead H R"], Float[Array, "*lead H"]]
+
+
+def mla_decode(
+    q_latent: Float[ArrayIn, "S Q H R"],
+    q_rope: Float[ArrayIn, "S Q H P"],
+    cache: PagedMLACache,
+    layer: int | Int32[ArrayIn, ""],
+    block_tables: Int32[ArrayIn, "S M"],
+    lengths: Int32[ArrayIn, "S"],
+    softmax_scale: float | Float[ArrayIn, ""] | None = None,
+    num_splits: int | None = None,
+    *,
+    k_scale: float | Float[ArrayIn, ""] | None = None,
+    sinks: Float[ArrayIn, "H"] | None = None,
+    out_dtype: jnp.dtype | type | str | None = None,
+    implementation: str | None = None,
+) -> Attention:
+    """softmax(scale * (q_latent . c + q_rope . k)) c of Q new tokens a sequence, over the cache rows [c | k] they see.
+
+    New token j of a sequence sees the first clip(lengths - Q + j + 1, 0, M * page_size) keys, itself included, so its row must
+    have been written before. Keys on pages with ids <= 0 or >= num_pages are invisible. What is not seen may hold anything and
+    changes no bit; a NaN that is seen makes the result NaN.
+
+    Args:
+        q_latent: [S, Q, H, R] queries times W_UK; float32, bfloat16, float16 or FP8. H is free: the heads of one device will do.
+        q_rope: [S, Q, H, P] rotated queries; [S, Q, H, 0] in models without rope.
+        cache: the cache.
+        layer: which layer, an int or a traced int32 scalar; a traced one out of range sees nothing.
+        block_tables: int32[S, M], page ids of each sequence in order, padded with 0 or -1.
+        lengths: int32[S], tokens of each sequence, the Q new ones included.
+        softmax_scale: multiplies the logits; None: the geometry's.
+        num_splits: parts that the keys are divided into by kernels that split; None lets them choose. XLA does not split.
+        k_scale: raw FP8 rows only, the value they were written with; multiplies logits and output.
+        sinks: [H] logits without a value, which enter the denominator and never lse.
+        out_dtype: float32, bfloat16 or float16; None: that of q_latent, bfloat16 if it is an FP8 type.
+        implementation: None or "xla".
+
+    Returns:
+        out [S, Q, H, R] in ``out_dtype`` and lse float32 [S, Q, H], natural log; 0 and -inf for a token that sees nothing.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: for other shapes, a static layer out of range, num_splits < 1, or a k_scale the layout has no place for.
+        NotImplementedError: if the named implementation cannot.
+
+    The absorbed form of DeepSeek-V2, arXiv 2405.04434, section 2.1; lse as in FlashMLA.
+    """
+    op = "mla_decode"
+    check_cache(op, cache)
+    index = checks.layer_index(op, layer, cache.config.num_layers)
+    tables = checks.integers(op, "block_tables", block_tables, 2)
+    counts = checks.integers(op, "lengths", lengths, 1)
+    q = queries(
+        op,
+        cache,
+        (tables.shape[0], "Q"),
+        q_latent,
+        q_rope,
+        softmax_scale=softmax_scale,
+        k_scale=k_scale,
+        sinks=sinks,
+        out_dtype=out_dtype,
+    )
+    checks.check_shapes(op, {"block_tables": ("S", "M"), "lengths": ("S",)}, block_tables=tables, lengths=counts)
+    if num_splits is not None:
+        static_int(op, "num_splits", num_splits, 1)
+    target = target_of(cache.kv)
+    source = latent_rows(cache, index)
+    if q.latent.size == 0 or tables.shape[1] == 0:
+        return dispatch(op, implementation, target, {"xla": q.nothing})
+    return dispatch(op, implementation, target, {"xla": lambda: _decode(q, source, tables, counts)})
+
+
+def mla_prefill(
+    q_latent: Float[ArrayIn, "T H R"],
+    q_rope: Float[ArrayIn, "T H P"],
+    cache: PagedMLACache,
+    layer: int | Int32[ArrayIn, ""],
+    block_tables: Int32[ArrayIn, "S M"],
+    lengths: Int32[ArrayIn, "S"],
+    cu_q_lens: Int32[ArrayIn, "S1"],
+    softmax_scale: float | Float[ArrayIn, ""] | None = None,
+    *,
+    k_scale: float | Float[ArrayIn, ""] | None = None,
+    sinks: Float[ArrayIn, "H"] | None = None,
+    out_dtype: jnp.dtype | type | str | None = None,
+    implementation: str | None = None,
+) -> Attention:
+    """:func:`mla_decode` for ragged new tokens: sequence s owns those from cu_q_lens[s] to cu_q_lens[s + 1] - 1.
+
+    New token j of the n of a sequence sees the first clip(lengths - n + j + 1, 0, M * page_size) keys. Tokens past cu_q_lens[-1]
+    see nothing.
+
+    Args:
+        q_latent: [T, H, R], as in :func:`mla_decode`, as all that is not listed here.
+        q_rope: [T, H, P].
+        block_tables: int32[S, M].
+        lengths: int32[S], tokens of each sequence, the new ones included.
+        cu_q_lens: int32[S + 1], ascending from 0.
+
+    Returns:
+        out [T, H, R] in ``out_dtype`` and lse float32 [T, H]; 0 and -inf for a token that sees nothing.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`mla_decode`.
+    """
+    op = "mla_prefill"
+    check_cache(op, cache)
+    index = checks.layer_index(op, layer, cache.config.num_layers)
+    tables, counts, cu = sequences(op, block_tables, lengths, cu_q_lens)
+    q = queries(op, cache, ("T",), q_latent, q_rope, softmax_scale=softmax_scale, k_scale=k_scale, sinks=sinks, out_dtype=out_dtype)
+    target = target_of(cache.kv)
+    source = latent_rows(cache, index)
+    if q.latent.size == 0 or tables.size == 0:
+        return dispatch(op, implementation, target, {"xla": q.nothing})
+    return dispatch(op, implementation, target, {"xla": lambda: _prefill(q, source, tables, counts, cu)})
+
+
+def _columns(source: LatentRows, tables: Int32[Array, "S M"]) -> int:
+    """Keys that a table has room for, as far as int32 counts."""
+    return min(tables.shape[1] * source.page_size, int(ragged.INT32_MAX))
+
+
+def _decode(q: Queries, source: LatentRows, tables: Int32[Array, "S M"], lengths: Int32[Array, "S"]) -> Attention:
+    """Sequences are the lanes; all advance together, as far as the longest needs."""
+    S, Q, H, R = q.latent.shape
+    columns = _columns(source, tables)
+    later = jnp.arange(Q, dtype=jnp.int32) - np.int32(Q - 1)
+    visible = jnp.clip(jnp.maximum(lengths, 0)[:, None] + later, 0, columns)
+    visible = jnp.where(source.layer_exists, visible, 0)
+    chunk = ragged.chunk_keys(columns, S * lane_floats(R + q.rope.shape[-1], Q, H))
+    asked = q.latent.astype(jnp.float32), q.rope.astype(jnp.float32)
+    every = jnp.arange(S, dtype=jnp.int32)
+    partial = attend_pages(empty_partial(S, Q, H, R), asked, q, source, tables, every, visible, chunk)
+    return finish(partial, q.k_scale, q.sinks, q.dtype)
+
+
+def _prefill(
+    q: Queries, source: LatentRows, tables: Int32[Array, "S M"], lengths: Int32[Array, "S"], cu_q_lens: Int32[Array, "S1"]
+) -> Attention:
+    """Blocks of tokens are the lanes; each walks over the sequences that occur in it, and its tokens share the rows."""
+    (T, H, R), S = q.latent.shape, tables.shape[0]
+    columns = _columns(source, tables)
+    owners = ragged.owners(lengths, cu_q_lens, T, columns)
+    visible = jnp.where(source.layer_exists, owners.visible, 0)
+    block = ragged.block_tokens(T, S)
+    plan = ragged.plan(T, block, ragged.MAX_BLOCK // block)
+    chunk = ragged.chunk_keys(columns, plan.lanes * lane_floats(R + q.rope.shape[-1], block, H))
+
+    def group(sequence: Array, visible: Array, latent: Array, rope: Array) -> Attention:
+        asked = latent.astype(jnp.float32), rope.astype(jnp.float32)
+        partial = ragged.fold_sequences(
+            sequence,
+            visible,
+            S,
+            lambda partial, current, seen: attend_pages(partial, asked, q, source, tables, current, seen, chunk),
+            empty_partial(plan.lanes, block, H, R),
+        )
+        return finish(partial, q.k_scale, q.sinks, q.dtype)
+
+    return plan.map(group, owners.sequence, visible, q.latent, q.rope)

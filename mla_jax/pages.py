@@ -1,0 +1,142 @@
+"""PageAllocator: which pages hold whose tokens. Host side, numpy alone."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mla_jax.config import CacheConfig
+
+Int32Array = NDArray[np.int32]
+
+
+class OutOfPagesError(RuntimeError):
+    """More pages were asked for than are free. The allocator is as it was."""
+
+
+class Allocation(NamedTuple):
+    """The pages of one sequence, and the slot of each of its tokens. The arrays are read-only.
+
+    Attributes:
+        pages: int32[M], page ids in order: a row of a block table.
+        slots: int32[T], page * page_size + offset of each token, in order.
+    """
+
+    pages: Int32Array
+    slots: Int32Array
+
+
+class PageAllocator:
+    """Hands out the pages of a cache, never page 0.
+
+    An allocation is known by what it is, not by the ids in it: one that was freed or extended is refused, even when its pages have
+    been handed out again since. An operation that raises has changed nothing.
+
+    Example:
+        >>> allocator = PageAllocator(config)
+        >>> prompt = allocator.allocate(100)            # write_kv(cache, layer, prompt.slots, ...)
+        >>> grown = allocator.extend(prompt, 1)         # the new token's slot is grown.slots[-1]
+        >>> tables = allocator.block_tables([grown])
+        >>> allocator.free(grown)
+
+    Args:
+        config: the cache's config, of which page_size and num_pages count.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        if not isinstance(config, CacheConfig):
+            raise TypeError(f"PageAllocator: config must be a CacheConfig, got {type(config).__name__}")
+        self._page_size = config.page_size
+        self._num_pages = config.num_pages
+        self._free = list(range(config.num_pages - 1, 0, -1))
+        # First page -> the pages array of the allocation that holds it. An allocation without pages holds nothing to keep track of.
+        self._held: dict[int, Int32Array] = {}
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    def allocate(self, n_tokens: int) -> Allocation:
+        """Pages for a new sequence of ``n_tokens`` tokens; none for 0.
+
+        Raises:
+            OutOfPagesError: if too few pages are free.
+            ValueError: unless n_tokens is an int >= 0.
+        """
+        return self._take(np.zeros(0, np.int32), 0, _count("allocate", n_tokens))
+
+    def extend(self, allocation: Allocation, n_tokens: int) -> Allocation:
+        """The allocation with room for ``n_tokens`` more tokens, the last ``n_tokens`` of its slots.
+
+        The last page is filled before another is taken. The old allocation is used up: only the new one can be extended or freed.
+
+        Raises:
+            OutOfPagesError: if too few pages are free; the old allocation then stays good.
+            ValueError: unless n_tokens is an int >= 0, and for an allocation that is not held (any more).
+        """
+        pages = self._check("extend", allocation)
+        return self._take(pages, len(allocation.slots), _count("extend", n_tokens))
+
+    def free(self, allocation: Allocation) -> None:
+        """Takes the pages back.
+
+        Raises:
+            ValueError: for an allocation that is not held (any more).
+        """
+        pages = self._check("free", allocation)
+        if pages.size:
+            del self._held[int(pages[0])]
+            self._free.extend(int(page) for page in reversed(pages))
+
+    def block_tables(self, allocations: Sequence[Allocation], num_columns: int | None = None) -> Int32Array:
+        """int32[S, M]: the pages of each allocation, padded with the null page.
+
+        Args:
+            allocations: S of them.
+            num_columns: M; None: the pages of the largest.
+
+        Raises:
+            ValueError: if M is too small, and for an allocation that is not held (any more).
+        """
+        pages = [self._check("block_tables", allocation) for allocation in allocations]
+        needed = max((p.size for p in pages), default=0)
+        columns = needed if num_columns is None else _count("block_tables", num_columns, "num_columns")
+        if columns < needed:
+            raise ValueError(f"block_tables: num_columns must be at least {needed}, the pages of the largest, got {num_columns}")
+        tables = np.zeros((len(pages), columns), np.int32)
+        for table, own in zip(tables, pages, strict=True):
+            table[: own.size] = own
+        return tables
+
+    def _check(self, op: str, allocation: Allocation) -> Int32Array:
+        if not isinstance(allocation, Allocation):
+            raise ValueError(f"{op}: expected an Allocation of this allocator, got {type(allocation).__name__}")
+        pages = allocation.pages
+        if pages.size and self._held.get(int(pages[0])) is not pages:
+            raise ValueError(f"{op}: the allocation of pages {pages.tolist()} is not held; was it freed or extended before?")
+        return pages
+
+    def _take(self, pages: Int32Array, old_tokens: int, n_tokens: int) -> Allocation:
+        tokens = old_tokens + n_tokens
+        more = -(-tokens // self._page_size) - pages.size
+        if more > len(self._free):
+            raise OutOfPagesError(
+                f"{n_tokens} tokens need {more} more pages of {self._page_size} tokens, {len(self._free)} are free "
+                f"of {self._num_pages - 1}"
+            )
+        new = [self._free.pop() for _ in range(more)]
+        pages = np.concatenate([pages, np.asarray(new, np.int32)])
+        slots = pages[:, None] * np.int32(self._page_size) + np.arange(self._page_size, dtype=np.int32)
+        slots = slots.reshape(-1)[:tokens].copy()
+        pages.setflags(write=False)
+        slots.setflags(write=False)
+        if pages.size:
+            self._held[int(pages[0])] = pages
+        return Allocation(pages, slots)
+
+
+def _count(op: str, value: int, name: str = "n_tokens") -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise ValueError(f"{op}: {name} must be an int >= 0, got {value!r}")
+    return int(value)
