@@ -1,0 +1,208 @@
+"""Checkpoints to models: which tensors a parameter is made of, and reading them one at a time."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mla_jax.models.model import CausalLM
+from mla_jax.models.safetensors_file import open_checkpoint
+from mla_jax.models.spec import ModelSpec, load_spec
+
+_FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+_SCALE_SUFFIX = "_scale_inv"
+
+_FLOAT32_NAMES = ("gate.weight", "gate.e_score_correction_bias", "indexer.weights_proj.weight")
+"""Parameters that stay float32 whatever ``dtype`` is asked for: they decide which expert or token is taken (transformers too)."""
+
+
+def from_pretrained(
+    folder: str | Path, dtype: jax.typing.DTypeLike | None = None, latent_norm_eps: float | str | None = None
+) -> CausalLM:
+    """The model in a checkpoint folder: config.json beside model.safetensors, or beside shards and their index.
+
+    Keys are those of the hub. Layers from num_hidden_layers on (multi-token prediction) are skipped. FP8 weights with
+    ``weight_scale_inv`` are dequantised block by block to the type the model computes in.
+
+    Args:
+        folder: the checkpoint.
+        dtype: the type the model computes in, and to which its weights are cast; None: config.json's type (where it names none,
+            the embedding's), weights as stored. The router's and the indexer's gate stay float32.
+        latent_norm_eps: of q_a_layernorm and kv_a_layernorm; None: 1e-6, as transformers computes; "config": rms_norm_eps, as
+            vLLM and SGLang do; or a number.
+
+    Returns:
+        The model, on the default device.
+
+    Raises:
+        FileNotFoundError: without config.json, weights, or a shard.
+        ValueError: for a config that :func:`mla_jax.models.parse_config` refuses, or tensors that are missing, unexpected or of
+            another shape, by name.
+
+    Example:
+        >>> from mla_jax import models
+        >>> model = models.from_pretrained(models.demo_checkpoint())
+        >>> models.generate(model, [[72, 105]], max_new_tokens=4)  # doctest: +SKIP
+    """
+    spec = load_spec(folder, latent_norm_eps)
+    tensors = open_checkpoint(folder)
+    compute_dtype = _compute_dtype(dtype, spec, tensors)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: CausalLM(spec, dtype=compute_dtype, rngs=nnx.Rngs(0))))
+    variables = list(nnx.to_flat_state(state))
+    sources = [_source(spec, path, tuple(variable.shape)) for path, variable in variables]
+    reader = _Reader(tensors, spec.fp8_block, compute_dtype)
+    _check_keys(folder, spec, sources, reader)
+    loaded = []
+    for (path, variable), source in zip(variables, sources, strict=True):
+        value = source.build(reader)
+        if dtype is not None:
+            value = value.astype(np.float32 if source.keeps_float32 else compute_dtype)
+        loaded.append((path, variable.replace(jnp.array(value))))
+    return nnx.merge(graphdef, nnx.from_flat_state(loaded))
+
+
+def checkpoint_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The keys that a checkpoint of ``spec`` has, with their shapes, before any quantisation."""
+    state = nnx.split(nnx.eval_shape(lambda: CausalLM(spec, rngs=nnx.Rngs(0))))[1]
+    sources = [_source(spec, path, tuple(variable.shape)) for path, variable in nnx.to_flat_state(state)]
+    return {key: shape for source in sources for key, shape in source.shapes.items()}
+
+
+class _Reader:
+    """Tensors by key, FP8 ones dequantised."""
+
+    def __init__(self, tensors: Mapping[str, np.ndarray], fp8_block: tuple[int, int] | None, dtype: Any) -> None:
+        self.tensors = tensors
+        self._fp8_block = fp8_block
+        self._dtype = dtype
+
+    def __call__(self, key: str) -> np.ndarray:
+        tensor = self.tensors[key]
+        if tensor.dtype not in _FP8:
+            return tensor
+        assert self._fp8_block is not None
+        scale = self.tensors[key + _SCALE_SUFFIX].astype(np.float32)
+        rows, columns = self._fp8_block
+        scale = scale.repeat(rows, 0)[: tensor.shape[0]].repeat(columns, 1)[:, : tensor.shape[1]]
+        return (tensor.astype(np.float32) * scale).astype(self._dtype)
+
+    def problem(self, key: str, shape: tuple[int, ...]) -> str | None:
+        """What is wrong with the tensor at ``key``, which is there."""
+        tensor = self.tensors[key]
+        if tensor.shape != shape:
+            return f"{key} has shape {list(tensor.shape)}, expected {list(shape)}"
+        if tensor.dtype not in _FP8:
+            return None
+        if self._fp8_block is None:
+            return f"{key} is {tensor.dtype.name}, but config.json has no quantization_config"
+        scales = tuple(-(-size // block) for size, block in zip(shape, self._fp8_block, strict=True))
+        name = key + _SCALE_SUFFIX
+        if name not in self.tensors:
+            return f"{name} is missing, {key} is {tensor.dtype.name}"
+        if self.tensors[name].shape != scales:
+            return f"{name} has shape {list(self.tensors[name].shape)}, expected {list(scales)} for blocks {self._fp8_block}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where a parameter comes from: the shapes of its tensors by key, and how they are put together."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    build: Callable[[_Reader], np.ndarray]
+
+    @property
+    def keeps_float32(self) -> bool:
+        return any(key.endswith(_FLOAT32_NAMES) for key in self.shapes)
+
+
+def _source(spec: ModelSpec, path: tuple[Any, ...], shape: tuple[int, ...]) -> _Source:
+    """The source of the parameter at ``path`` of the module tree, whose names are the keys' but for what is fused or split."""
+    names = [str(part) for part in path]
+    prefix = [] if names[0] == "lm_head" else ["model"]
+    parent = ".".join(prefix + names[:-1])
+    if names[-1] in ("w_uk", "w_uv"):
+        return _up_projection(spec, f"{parent}.kv_b_proj.weight", names[-1])
+    if names[-2] == "experts":
+        return _experts(parent, names[-1], shape)
+    key = f"{parent}.{names[-1]}"
+    return _Source({key: shape}, lambda read: read(key))
+
+
+def _up_projection(spec: ModelSpec, key: str, name: str) -> _Source:
+    """W_UK or W_UV, [H, N or V, R], out of kv_b_proj [H * (N + V), R], where each head has its nope rows, then its value rows."""
+    geometry = spec.geometry
+    heads, nope, R = geometry.num_heads, geometry.qk_nope_head_dim, geometry.kv_lora_rank
+    part = slice(None, nope) if name == "w_uk" else slice(nope, None)
+
+    def build(read: _Reader) -> np.ndarray:
+        return read(key).reshape(heads, -1, R)[:, part]
+
+    return _Source({key: (heads * (nope + geometry.v_head_dim), R)}, build)
+
+
+def _experts(parent: str, name: str, shape: tuple[int, ...]) -> _Source:
+    """The stacked experts' ``gate_up`` [E, D, 2M] or ``down`` [E, M, D]: each the transpose of the checkpoint's [out, in]."""
+    num_experts, rows, columns = shape
+    parts = ("gate_proj", "up_proj") if name == "gate_up" else ("down_proj",)
+    width = columns // len(parts)
+    keys = [[f"{parent}.{j}.{part}.weight" for part in parts] for j in range(num_experts)]
+
+    def build(read: _Reader) -> np.ndarray:
+        stacked = None
+        for j, of_expert in enumerate(keys):
+            for p, key in enumerate(of_expert):
+                tensor = read(key)
+                if stacked is None:
+                    stacked = np.empty(shape, tensor.dtype)
+                stacked[j, :, p * width : (p + 1) * width] = tensor.T
+        assert stacked is not None
+        return stacked
+
+    return _Source({key: (width, rows) for of_expert in keys for key in of_expert}, build)
+
+
+def _check_keys(folder: str | Path, spec: ModelSpec, sources: list[_Source], reader: _Reader) -> None:
+    """Raises with everything that is wrong, so that one attempt shows it all."""
+    shapes = {key: shape for source in sources for key, shape in source.shapes.items()}
+    present = set(reader.tensors)
+    misshapen = [reader.problem(key, shape) for key, shape in shapes.items() if key in present]
+    scales = {key + _SCALE_SUFFIX for key in shapes}
+    problems = {
+        "missing": [key for key in shapes if key not in present],
+        "unexpected": sorted(key for key in present - set(shapes) - scales if not _is_ignored(key, spec)),
+        "wrong": [text for text in misshapen if text is not None],
+    }
+    shown = [
+        f"{len(found)} {name}: {', '.join(found[:8])}{', ...' if len(found) > 8 else ''}"
+        for name, found in problems.items()
+        if found
+    ]
+    if shown:
+        raise ValueError(f"{folder}: tensors do not fit the {spec.model_type} model of config.json; {'; '.join(shown)}")
+
+
+def _is_ignored(key: str, spec: ModelSpec) -> bool:
+    """Multi-token-prediction layers, frequencies that are computed anyway, and a head stored beside the table it is tied to."""
+    layer = re.match(r"model\.layers\.(\d+)\.", key)
+    if layer is not None and int(layer.group(1)) >= spec.num_layers:
+        return True
+    return key.endswith("rotary_emb.inv_freq") or (spec.tie_word_embeddings and key == "lm_head.weight")
+
+
+def _compute_dtype(dtype: Any, spec: ModelSpec, tensors: Mapping[str, np.ndarray]) -> Any:
+    floats = [jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16)]
+    if dtype is not None:
+        if jnp.dtype(dtype) not in floats:
+            raise ValueError(f"from_pretrained: dtype must be float32, bfloat16, float16 or None, got {dtype!r}")
+        return jnp.dtype(dtype)
+    if spec.dtype is not None:
+        return jnp.dtype(spec.dtype)
+    table = tensors.get("model.embed_tokens.weight")
+    return table.dtype if table is not None and table.dtype in floats else jnp.dtype(jnp.float32)
