@@ -32,7 +32,7 @@ CONFIG = {
     "hidden_size": 64,
     "index_head_dim": 64,
     "index_n_heads": 4,
-    "index_topk": 16,
+    "index_topk": 32,
     "intermediate_size": 96,
     "kv_lora_rank": 128,
     "max_position_embeddings": 8192,
@@ -44,7 +44,7 @@ CONFIG = {
     "n_shared_experts": 1,
     "norm_topk_prob": True,
     "num_attention_heads": 4,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
     "q_lora_rank": 48,
@@ -71,8 +71,11 @@ def make_tensor(key: str, shape: tuple[int, ...]) -> np.ndarray:
     if key == "model.embed_tokens.weight":
         return noise
     weight = noise * np.float32(shape[1] ** -0.5)
+    # Small steps on the residual stream, so that a changed top-k or expert choice does not drown what a storage format costs.
     if key.endswith("o_proj.weight"):
-        weight *= 0.5
+        weight *= 0.25
+    if key.endswith("down_proj.weight"):
+        weight *= 0.3
     if key == "lm_head.weight":
         printable = np.array([32 <= byte < 127 for byte in range(shape[0])])
         weight *= np.where(printable, 4, 1).astype(np.float32)[:, None]

@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--gib must be finite and positive, got {args.gib}")
     pages = pages_that_fit(config, int(args.gib * 2**30))
     if pages < 2:
-        raise ValueError(f"--gib {args.gib:g} holds {pages} pages of {args.page_size} tokens in {args.layers} layers; a cache needs 2")
+        raise ValueError(
+            f"--gib {args.gib:g} holds {pages} pages of {args.page_size} tokens in {args.layers} layers; a cache needs 2"
+        )
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
     config = CacheConfig(**{**fields, "num_pages": pages})
 
