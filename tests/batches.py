@@ -1,0 +1,149 @@
+"""Paged batches for the tests of what reads a cache: random tokens on scattered pages, poison in every byte that nobody may see."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import mla_jax as mla
+from helpers import config, filled, oracle_rows, oracle_values, pool_bytes, row_bytes, with_pages, with_rows
+from mla_jax import reference
+
+LAYER = 1
+"""The layer that holds tokens; the others hold poison alone."""
+
+JUNK_IDS = (-1, 0, -(2**31), 2**31 - 1)
+"""Page ids that stand for no page, beside those from num_pages on."""
+
+
+def poisons(layout: str) -> tuple[int, ...]:
+    """Bytes that, repeated, are NaN in every field of a row; for e4m3fnuz also the one that is NaN elsewhere."""
+    return (0x80, 0xFF) if "fnuz" in layout else (0xFF,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Sequences in a cache.
+
+    Attributes:
+        config: of the cache.
+        tables: int32[S, M]; columns beyond a sequence's need hold junk or pages of other sequences.
+        lengths: int32[S].
+        used: bool[capacity], slots that hold a token of some sequence.
+        rows: uint8 [capacity, W], the bytes of LAYER; only those in ``used`` count.
+        pages: uint8 [num_pages, bytes a page] of the index keys of LAYER, or None.
+    """
+
+    config: mla.CacheConfig
+    tables: np.ndarray
+    lengths: np.ndarray
+    used: np.ndarray
+    rows: np.ndarray
+    pages: np.ndarray | None
+
+    def cache(self, byte: int = 0) -> mla.PagedMLACache:
+        """The cache, with ``byte`` in every byte that holds no token's."""
+        cache = filled(self.config, byte)
+        rows = row_bytes(cache).copy()
+        rows[LAYER, self.used] = self.rows[self.used]
+        cache = with_rows(cache, rows)
+        index = self.config.index_layout
+        if self.pages is not None and index is not None:
+            pages = pool_bytes(cache.index).copy()
+            for slot in np.flatnonzero(self.used):
+                page, offset = divmod(int(slot), index.page_size)
+                for part in reference.index_ranges(offset, index.page_size, index.head_dim, index.dialect):
+                    pages[LAYER, page, part] = self.pages[page, part]
+            cache = with_pages(cache, pages)
+        return cache
+
+    def values(self, k_scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """What is stored, dequantised: latent [num_pages, page_size, R] and rope; NaN where no token is."""
+        parts = oracle_values(self.config.layout, self.rows, k_scale)
+        latent, rope = (np.where(self.used[:, None], part, np.float32(np.nan)) for part in parts)
+        shape = self.config.num_pages, self.config.page_size
+        return latent.reshape(*shape, latent.shape[-1]), rope.reshape(*shape, rope.shape[-1])
+
+    def keys(self) -> np.ndarray:
+        """Index keys [num_pages, page_size, d], dequantised; NaN where no token is."""
+        index = self.config.index_layout
+        assert index is not None and self.pages is not None
+        keys = reference.decode_index_page(self.pages, index.page_size, index.head_dim, index.dialect)
+        return np.where(self.used.reshape(keys.shape[:2])[..., None], keys, np.float32(np.nan))
+
+    def visible_slots(self, s: int) -> np.ndarray:
+        """Slots of the tokens of sequence ``s``, in order."""
+        position = np.arange(max(int(self.lengths[s]), 0))
+        return self.tables[s, position // self.config.page_size] * self.config.page_size + position % self.config.page_size
+
+
+def batch(
+    rng: np.random.Generator,
+    layout: str,
+    lengths: Any,
+    *,
+    page_size: int = 16,
+    R: int = 128,
+    P: int = 16,
+    head_dim: int | None = None,
+    spare_columns: int = 2,
+    spare_pages: int = 3,
+    k_scale: float | None = None,
+) -> Batch:
+    """Sequences of ``lengths`` tokens of order 1, on pages in random order among spare ones."""
+    lengths = np.asarray(lengths, np.int32)
+    need = -(-lengths // page_size)
+    num_pages = 1 + int(need.sum()) + spare_pages
+    cache_config = config(layout, R=R, P=P, head_dim=head_dim, num_pages=num_pages, page_size=page_size)
+    ids = rng.permutation(np.arange(1, num_pages))
+    junk = np.array([*JUNK_IDS, num_pages, num_pages + 1, int(ids[0])])
+    tables = rng.choice(junk, (len(lengths), int(need.max(initial=0)) + spare_columns)).astype(np.int32)
+    used = np.zeros(cache_config.capacity, bool)
+    first = 0
+    for s, count in enumerate(need):
+        own = tables[s, :count] = ids[first : first + count]
+        position = np.arange(lengths[s])
+        used[own[position // page_size] * page_size + position % page_size] = True
+        first += count
+    c_kv, k_rope = (rng.standard_normal((cache_config.capacity, width)).astype(np.float32) for width in (R, P))
+    rows = oracle_rows(cache_config.layout, c_kv, k_rope, k_scale)
+    index, pages = cache_config.index_layout, None
+    if index is not None:
+        keys = rng.standard_normal((num_pages, page_size, index.head_dim)).astype(np.float32)
+        pages = np.stack([reference.encode_index_page(page, index.dialect, index.scale_mode) for page in keys])
+    return Batch(cache_config, tables, lengths, used, rows, pages)
+
+
+def queries(rng: np.random.Generator, *lead: int, R: int = 128, P: int = 16, dtype: Any = np.float32) -> tuple[Any, Any]:
+    """Random q_latent [*lead, R] and q_rope [*lead, P]; the last of ``lead`` are the heads."""
+    parts = (rng.standard_normal((*lead, width)).astype(np.float32) for width in (R, P))
+    latent, rope = (jnp.asarray(part).astype(dtype) for part in parts)
+    return latent, rope
+
+
+def relative_error(got: Any, want: np.ndarray) -> float:
+    """||got - want|| / ||want|| over the finite numbers; infinite unless NaN and infinities stand in the same places."""
+    got = np.asarray(got, np.float64)
+    finite = np.isfinite(want)
+    if (
+        got.shape != want.shape
+        or not np.array_equal(got[~finite], want[~finite], equal_nan=True)
+        or not np.isfinite(got[finite]).all()
+    ):
+        return float("inf")
+    norm = float(np.linalg.norm(want[finite]))
+    return float(np.linalg.norm(got[finite] - want[finite])) / (norm or 1.0)
+
+
+def check(got: tuple[Any, Any], want: tuple[np.ndarray, np.ndarray], tolerance: float = 1e-6) -> None:
+    """Output and lse against the oracle's; ``tolerance`` is for the output, lse gets float32's 1e-6."""
+    assert jnp.asarray(got[1]).dtype == jnp.float32
+    for name, a, b, bound in zip(("out", "lse"), got, want, (tolerance, 1e-6), strict=True):
+        error = relative_error(a, b)
+        assert error <= bound, f"{name}: relative error {error:.1e}"
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two (out, lse) pairs are equal bit for bit."""
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(a, b, strict=True))

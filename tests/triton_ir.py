@@ -1,0 +1,158 @@
+"""The Triton IR of a lowered kernel, and the addresses its stores compute.
+
+Nothing runs: the integer arithmetic of each address is evaluated in numpy at the width the IR gives it, so an offset that
+would wrap on the chip wraps here.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """One ``tt.store``.
+
+    Attributes:
+        element: type of its elements ("i32", "bf16", ...).
+        offset: type of its offsets ("i32" or "i64").
+        first: byte addresses of its elements relative to the pool, negative where an offset wrapped.
+        itemsize: bytes an element.
+    """
+
+    element: str
+    offset: str
+    first: np.ndarray
+    itemsize: int
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """The address of every byte stored."""
+        return np.ravel(self.first[:, None] + np.arange(self.itemsize))
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonKernel:
+    """The one kernel of a lowered program.
+
+    Attributes:
+        module: its IR.
+        aliases: the ``output_operand_aliases`` of the custom call that holds it, as text.
+    """
+
+    module: Any
+    aliases: str
+    _context: Any
+
+    def stores(self, layer: int, slot: Callable[[int], int]) -> list[Store]:
+        """The stores of the first program, with addresses for ``layer`` and for row t at ``slot(t)``.
+
+        The write kernels take the layer as their first argument and the slots as their second.
+        """
+        with self._context:
+            addresses = _Addresses(layer, slot)
+            return [addresses.store(op) for op in _operations(self.module.operation, "tt.store")]
+
+
+def triton_kernel(lowered: Any) -> TritonKernel:
+    """The kernel that a lowering embeds. Both jax lines keep it as MLIR bytecode in the custom call's configuration."""
+    from jaxlib.mlir import ir
+    from jaxlib.triton import dialect
+
+    calls = [
+        op
+        for op in _operations(lowered.compiler_ir().operation, "stablehlo.custom_call")
+        if "triton" in str(op.attributes["call_target_name"])
+    ]
+    assert len(calls) == 1, f"expected one Triton custom call, got {len(calls)}"
+    code = ir.StringAttr(ir.DictAttr(calls[0].attributes["mhlo.backend_config"])["ir"]).value_bytes
+    aliases = str(calls[0].attributes["output_operand_aliases"])
+    context = ir.Context()
+    with context:
+        dialect.register_dialect(context)
+        context.load_all_available_dialects()
+        return TritonKernel(module=ir.Module.parse(code), aliases=aliases, _context=context)
+
+
+def _operations(operation: Any, name: str) -> list[Any]:
+    found = []
+    for region in operation.regions:
+        for block in region:
+            for op in block:
+                if op.operation.name == name:
+                    found.append(op.operation)
+                found += _operations(op.operation, name)
+    return found
+
+
+def _element(mlir_type: Any) -> str:
+    """ "i32" of "tensor<128xi32>" and of "i32"."""
+    return str(mlir_type).rsplit("x", 1)[-1].rstrip(">")
+
+
+def _int_attribute(op: Any, name: str) -> int:
+    return int(str(op.attributes[name]).split(" :")[0])
+
+
+_BINARY: dict[str, Any] = {
+    "arith.addi": np.add,
+    "arith.subi": np.subtract,
+    "arith.muli": np.multiply,
+    "arith.andi": np.bitwise_and,
+    "arith.shrsi": np.right_shift,
+    "arith.minsi": np.minimum,
+    "arith.maxsi": np.maximum,
+}
+
+
+class _Addresses:
+    """Evaluates integer values of a kernel for one layer and one choice of slots."""
+
+    def __init__(self, layer: int, slot: Callable[[int], int]) -> None:
+        self.layer, self.slot = layer, slot
+        self.known: dict[Any, np.ndarray] = {}
+
+    def store(self, op: Any) -> Store:
+        assert len(op.operands) == 2, "a masked store: its mask would have to be evaluated too"
+        pointer = op.operands[0].owner
+        assert pointer.name == "tt.addptr"
+        element = _element(op.operands[1].type)
+        itemsize = int(element.lstrip("bfi")) // 8
+        offsets = np.ravel(self.value(pointer.operands[1])).astype(np.int64)
+        return Store(element, _element(pointer.operands[1].type), offsets * itemsize, itemsize)
+
+    def value(self, value: Any) -> np.ndarray:
+        if value not in self.known:
+            self.known[value] = self._compute(value)
+        return self.known[value]
+
+    def _compute(self, value: Any) -> np.ndarray:
+        op = value.owner
+        dtype = np.dtype(f"int{_element(value.type).removeprefix('i')}")
+        match op.name:
+            case "arith.constant":
+                return np.asarray(_int_attribute(op, "value")).astype(dtype)
+            case "tt.get_program_id":
+                return np.zeros((), dtype)
+            case "tt.make_range":
+                return np.arange(_int_attribute(op, "start"), _int_attribute(op, "end"), dtype=dtype)
+            case "tt.load":
+                pointer = op.operands[0].owner
+                argument = pointer.operands[0].arg_number
+                assert argument in (0, 1), "only the layer and the slots may enter an address"
+                row = int(self.value(pointer.operands[1]))
+                return np.asarray(self.layer if argument == 0 else self.slot(row), dtype)
+        inputs = [self.value(operand) for operand in op.operands]
+        match op.name:
+            case "tt.splat" | "tt.broadcast":
+                return np.broadcast_to(inputs[0], [int(n) for n in str(value.type).split("<")[1].split("x")[:-1]])
+            case "tt.expand_dims":
+                return np.expand_dims(inputs[0], _int_attribute(op, "axis"))
+            case "arith.extui":
+                return inputs[0].view(f"uint{8 * inputs[0].dtype.itemsize}").astype(dtype)
+            case "arith.extsi":
+                return inputs[0].astype(dtype)
+        with np.errstate(over="ignore"):
+            return _BINARY[op.name](*inputs, dtype=dtype)
