@@ -1,9 +1,9 @@
 """Attention over latent keys that come a chunk at a time: running maximum, denominator and weighted sum, in float32.
 
-Each of G lanes has B tokens that share the lane's C keys of a chunk; a mask says which token sees which key. Keys that a token does
-not see cannot change a bit of its result, whatever they hold: their logits are replaced by -inf. As a value such a key meets a weight
-of 0, and 0 times NaN is NaN, so values that are not finite are replaced by 0. A NaN that is seen is not lost by that: it has made the
-key's logit NaN, and through it the whole result of the token.
+Each of G lanes has B tokens that share the lane's C keys of a chunk; a mask says which token sees which key. Keys that a token
+does not see cannot change a bit of its result, whatever they hold: their logits are replaced by -inf. As a value such a key meets a
+weight of 0, and 0 times NaN is NaN, so values that are not finite are replaced by 0. A NaN that is seen is not lost by that: it has
+made the key's logit NaN, and through it the whole result of the token.
 """
 
 from typing import NamedTuple

@@ -31,7 +31,8 @@ class PageAllocator:
     """Hands out the pages of a cache, never page 0.
 
     An allocation is known by what it is, not by the ids in it: one that was freed or extended is refused, even when its pages have
-    been handed out again since. An operation that raises has changed nothing.
+    been handed out again since. Its pages alone will do too, and are known by their ids. An operation that raises has changed
+    nothing.
 
     Example:
         >>> allocator = PageAllocator(config)
@@ -50,8 +51,8 @@ class PageAllocator:
         self._page_size = config.page_size
         self._num_pages = config.num_pages
         self._free = list(range(config.num_pages - 1, 0, -1))
-        # First page -> the pages array of the allocation that holds it. An allocation without pages holds nothing to keep track of.
-        self._held: dict[int, Int32Array] = {}
+        # First page -> the allocation that holds it. An allocation without pages holds nothing to keep track of.
+        self._held: dict[int, Allocation] = {}
 
     @property
     def num_free_pages(self) -> int:
@@ -66,7 +67,7 @@ class PageAllocator:
         """
         return self._take(np.zeros(0, np.int32), 0, _count("allocate", n_tokens))
 
-    def extend(self, allocation: Allocation, n_tokens: int) -> Allocation:
+    def extend(self, allocation: Allocation | Int32Array, n_tokens: int) -> Allocation:
         """The allocation with room for ``n_tokens`` more tokens, the last ``n_tokens`` of its slots.
 
         The last page is filled before another is taken. The old allocation is used up: only the new one can be extended or freed.
@@ -75,16 +76,16 @@ class PageAllocator:
             OutOfPagesError: if too few pages are free; the old allocation then stays good.
             ValueError: unless n_tokens is an int >= 0, and for an allocation that is not held (any more).
         """
-        pages = self._check("extend", allocation)
-        return self._take(pages, len(allocation.slots), _count("extend", n_tokens))
+        held = self._check("extend", allocation)
+        return self._take(held.pages, held.slots.size, _count("extend", n_tokens))
 
-    def free(self, allocation: Allocation) -> None:
+    def free(self, allocation: Allocation | Int32Array) -> None:
         """Takes the pages back.
 
         Raises:
             ValueError: for an allocation that is not held (any more).
         """
-        pages = self._check("free", allocation)
+        pages = self._check("free", allocation).pages
         if pages.size:
             del self._held[int(pages[0])]
             self._free.extend(int(page) for page in reversed(pages))
@@ -99,7 +100,7 @@ class PageAllocator:
         Raises:
             ValueError: if M is too small, and for an allocation that is not held (any more).
         """
-        pages = [self._check("block_tables", allocation) for allocation in allocations]
+        pages = [self._check("block_tables", allocation).pages for allocation in allocations]
         needed = max((p.size for p in pages), default=0)
         columns = needed if num_columns is None else _count("block_tables", num_columns, "num_columns")
         if columns < needed:
@@ -109,13 +110,18 @@ class PageAllocator:
             table[: own.size] = own
         return tables
 
-    def _check(self, op: str, allocation: Allocation) -> Int32Array:
-        if not isinstance(allocation, Allocation):
-            raise ValueError(f"{op}: expected an Allocation of this allocator, got {type(allocation).__name__}")
-        pages = allocation.pages
-        if pages.size and self._held.get(int(pages[0])) is not pages:
+    def _check(self, op: str, allocation: Allocation | Int32Array) -> Allocation:
+        """The allocation that is held; given as it was handed out, or as its pages."""
+        is_whole = isinstance(allocation, Allocation)
+        pages = allocation.pages if is_whole else np.asarray(allocation)
+        if pages.ndim != 1 or not np.issubdtype(pages.dtype, np.integer):
+            raise ValueError(f"{op}: expected an Allocation of this allocator or its pages, got {allocation!r}")
+        if not pages.size:
+            return allocation if is_whole else Allocation(pages, pages)
+        held = self._held.get(int(pages[0]))
+        if held is None or not (held.pages is pages or (not is_whole and np.array_equal(held.pages, pages))):
             raise ValueError(f"{op}: the allocation of pages {pages.tolist()} is not held; was it freed or extended before?")
-        return pages
+        return held
 
     def _take(self, pages: Int32Array, old_tokens: int, n_tokens: int) -> Allocation:
         tokens = old_tokens + n_tokens
@@ -131,9 +137,10 @@ class PageAllocator:
         slots = slots.reshape(-1)[:tokens].copy()
         pages.setflags(write=False)
         slots.setflags(write=False)
+        allocation = Allocation(pages, slots)
         if pages.size:
-            self._held[int(pages[0])] = pages
-        return Allocation(pages, slots)
+            self._held[int(pages[0])] = allocation
+        return allocation
 
 
 def _count(op: str, value: int, name: str = "n_tokens") -> int:

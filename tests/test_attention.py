@@ -1,6 +1,7 @@
-"""mla_decode, and what it shares with the other attentions: against the oracle on stored rows, with poison wherever nobody may look."""
+"""mla_decode, and what it shares with the other attentions: against the oracle on stored rows, with poison where nobody may look."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -232,8 +233,8 @@ def test_f4_k_scale_divides_on_write_and_multiplies_on_read(layout, rng):
 
     (_, none), (_, one), (half_cache, half) = through(None), through(1.0), through(0.5)
     assert same_bits(none, one) and same_bits(none, half)
-    codes = (part.reshape(8, 16, -1) for part in oracle_values(cache.config.layout, row_bytes(half_cache)[0]))
-    check(half, reference.decode(np.asarray(q[0]), np.asarray(q[1]), *codes, tables, lengths, 0.0721688, 0.5))
+    latent, rope = (part.reshape(8, 16, -1) for part in oracle_values(cache.config.layout, row_bytes(half_cache)[0]))
+    check(half, reference.decode(np.asarray(q[0]), np.asarray(q[1]), latent, rope, tables, lengths, 0.0721688, 0.5))
 
 
 def test_softmax_scale_is_the_geometrys_unless_given(rng):
@@ -253,8 +254,7 @@ def test_default_dtypes_of_the_output():
     for dtype, default in ((np.float32,) * 2, (jnp.bfloat16,) * 2, (np.float16,) * 2, *((d, jnp.bfloat16) for d in fp8)):
         q = jax.ShapeDtypeStruct((2, 1, 5, 128), dtype), jax.ShapeDtypeStruct((2, 1, 5, 16), np.float32)
         for asked, want in ((None, default), ("float16", np.float16), (jnp.float32, np.float32)):
-            fn = lambda cache, *q, asked=asked: mla.mla_decode(*q, cache, 0, tables, lengths, out_dtype=asked)  # noqa: E731
-            out, lse = jax.eval_shape(fn, cache, *q)
+            out, lse = jax.eval_shape(functools.partial(mla.mla_decode, out_dtype=asked), *q, cache, 0, tables, lengths)
             assert (out.dtype, lse.dtype) == (want, np.float32)
 
 
@@ -332,8 +332,8 @@ def test_vmap_over_a_cache_is_refused_and_over_queries_allowed(rng):
     cache = case.cache()
     caches = jax.tree.map(lambda pool: jnp.stack([pool, pool]), cache)
 
-    def one(cache: mla.PagedMLACache, *q: jax.Array) -> Any:
-        return mla.mla_decode(*q, cache, LAYER, case.tables, case.lengths)
+    def one(cache: mla.PagedMLACache, q_latent: jax.Array, q_rope: jax.Array) -> Any:
+        return mla.mla_decode(q_latent, q_rope, cache, LAYER, case.tables, case.lengths)
 
     with pytest.raises(NotImplementedError, match=r"cannot be batched with vmap.*scan"):
         jax.vmap(one)(caches, *q)
@@ -343,7 +343,8 @@ def test_vmap_over_a_cache_is_refused_and_over_queries_allowed(rng):
 
 def test_numpy_arguments_and_wide_integers(rng):
     case = batch(rng, "plain_float32", [5, 20])
-    q = tuple(np.asarray(part) for part in queries(rng, 2, 1, 5))
+    q_latent, q_rope = (np.asarray(part) for part in queries(rng, 2, 1, 5))
+    q = q_latent, q_rope
     want = oracle(case, q)
     host = jax.device_get(case.cache())
     narrow = jax.jit(lambda: mla.mla_decode(*q, host, np.int32(LAYER), case.tables.tolist(), case.lengths.astype(np.int64)))
@@ -442,7 +443,8 @@ def test_errors_name_what_was_given(wrong):
 def test_k_scale_belongs_to_raw_rows(layout):
     call_arguments = arguments()
     call_arguments["cache"] = mla.init_cache(config(layout, R=128, P=16))
-    for wrong in (0.5, np.float32(0.5), jnp.float32(1.0)):
+    scales: list[Any] = [0.5, np.float32(0.5), jnp.float32(1.0)]
+    for wrong in scales:
         with pytest.raises(ValueError, match="k_scale applies to raw FP8 rows"):
             mla.mla_decode(**call_arguments, k_scale=wrong)
     jax.eval_shape(lambda: mla.mla_decode(**call_arguments, k_scale=1.0))

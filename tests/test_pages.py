@@ -79,7 +79,7 @@ def test_block_tables():
     wide = pages.block_tables([c, a], num_columns=5)
     assert wide.shape == (2, 5) and not wide[0, 1:].any() and not wide[1, 3:].any()
     assert pages.block_tables([]).shape == (0, 0) and pages.block_tables([], num_columns=2).shape == (0, 2)
-    with pytest.raises(ValueError, match="num_columns must be at least 3, .*got 2"):
+    with pytest.raises(ValueError, match=r"num_columns must be at least 3, .*got 2"):
         pages.block_tables([c, a], num_columns=2)
 
 
@@ -132,7 +132,7 @@ def test_allocations_of_others_are_refused():
     with pytest.raises(ValueError, match="is not held"):
         pages.free(theirs)
     with pytest.raises(ValueError, match="expected an Allocation"):
-        pages.free(mine.pages)  # pyright: ignore[reportArgumentType]
+        pages.free(np.zeros((1, 2), np.int32))
     assert pages.num_free_pages == other.num_free_pages == 6
 
 
@@ -192,3 +192,13 @@ def test_a_random_history_keeps_pages_apart(rng):
         assert len(ids) + pages.num_free_pages == 19
         for a in held:
             assert a.slots.tolist() == slots_of(a.pages, len(a.slots))
+
+
+def test_the_pages_alone_stand_for_their_allocation():
+    pages = allocator()
+    own, slots = pages.allocate(3)
+    grown = pages.extend(own, 2)
+    assert grown.slots[:3].tolist() == slots.tolist()
+    pages.free(grown.pages.tolist())
+    with pytest.raises(ValueError, match="is not held"):
+        pages.free(grown.pages)

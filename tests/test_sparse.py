@@ -121,9 +121,9 @@ def test_f7_unfilled_lanes_are_no_token(rng):
     three = case.visible_slots(0)
     slots = np.full((1, 8), -1, np.int32)
     slots[0, [0, 4, 6]] = three[[2, 0, 1]]
-    want = reference.decode(
-        *(np.asarray(part)[:, None] for part in q), *case.values(), case.tables, case.lengths, case.config.geometry.softmax_scale
-    )
+    q_latent, q_rope = (np.asarray(part)[:, None] for part in q)
+    scale = case.config.geometry.softmax_scale
+    want = reference.decode(q_latent, q_rope, *case.values(), case.tables, case.lengths, scale)
     check(sparse(*q, case.cache(0xFF), LAYER, slots), (want[0][:, 0], want[1][:, 0]))
 
 
