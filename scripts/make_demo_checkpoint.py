@@ -17,7 +17,9 @@ from safetensors.numpy import save_file
 from mla_jax.models.loading import checkpoint_shapes
 from mla_jax.models.spec import parse_config
 
-SEED = 0
+SEED = 5
+"""Of the first eight the one whose greedy text repeats itself least."""
+
 FOLDER = Path(__file__).resolve().parent.parent / "mla_jax" / "models" / "demo_checkpoint"
 PROVENANCE = f"random weights, seed {SEED}, made by scripts/make_demo_checkpoint.py of mla-jax; not trained on anything"
 
