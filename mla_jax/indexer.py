@@ -97,7 +97,7 @@ def _logits(
     precision = jax.lax.Precision.HIGHEST if is_f32 else None
 
     def group(sequence: Array, visible: Array, q: Array, weights: Array) -> Array:
-        asked, weights = q.astype(jnp.float32), weights.astype(jnp.float32)[..., None]
+        asked, weights = q.astype(jnp.float32), weights.astype(jnp.float32)
 
         def sequence_of_each_lane(logits: Array, current: Array, seen: Array) -> Array:
             table = tables[current]
@@ -111,7 +111,8 @@ def _logits(
                 keys = rows.decode_index_pages(layout, stored).reshape(plan.lanes, -1, d)
                 scores = jnp.einsum("gbhd,gcd->gbhc", asked, keys, precision=precision, preferred_element_type=jnp.float32)
                 scores = jnp.where(scores <= 0, np.float32(0), scores)  # lets NaN through
-                scores = jnp.sum(scores * weights, axis=2)
+                # Always at full precision: the order of the logits decides what is attended to.
+                scores = jnp.einsum("gbhc,gbh->gbc", scores, weights, precision=jax.lax.Precision.HIGHEST)
                 begin = first * np.int32(page_size)
                 mask = jnp.repeat(good, page_size, axis=1)[:, None, :] & (chunk_end < (seen - begin)[:, :, None])
                 old = jax.lax.dynamic_slice_in_dim(logits, begin, chunk_end.size, axis=2)

@@ -66,7 +66,7 @@ def finish(
 ) -> tuple[Float[Array, "G B H R"], Float[Array, "G B H"]]:
     """Output in ``dtype`` and float32 lse; 0 and -inf for a token that saw nothing. ``k_scale`` multiplies the values."""
     is_empty = partial.total == 0
-    lse = jnp.where(is_empty, NEG_INF, partial.largest + jnp.log(partial.total))
+    lse = partial.largest + jnp.log(partial.total)  # -inf for an empty row
     out = partial.weighted / jnp.where(is_empty, np.float32(1), partial.total)[..., None]
     if k_scale is not None:
         out = out * k_scale

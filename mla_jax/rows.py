@@ -108,6 +108,6 @@ def index_columns(layout: IndexLayout, offsets: Shaped[Array, "T"]) -> tuple[UIn
     """Columns, within a page's words, of the keys and scales of the tokens at ``offsets`` in the page."""
     size = layout.word_dtype.itemsize
     key_words, scale_words = layout.head_dim // size, layout.groups * 4 // size
-    keys = offsets[:, None] * key_words + jnp.arange(key_words, dtype=offsets.dtype)
+    keys = offsets[:, None] * key_words + jnp.arange(key_words, dtype=offsets.dtype)[None, :]
     first = layout.page_size * key_words
-    return keys, first + offsets[:, None] * scale_words + jnp.arange(scale_words, dtype=offsets.dtype)
+    return keys, first + offsets[:, None] * scale_words + jnp.arange(scale_words, dtype=offsets.dtype)[None, :]

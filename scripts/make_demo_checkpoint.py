@@ -87,7 +87,10 @@ def make_tensor(key: str, shape: tuple[int, ...]) -> np.ndarray:
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {key: make_tensor(key, shape) for key, shape in checkpoint_shapes(parse_config(CONFIG)).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "np", "provenance": PROVENANCE})
+    weights = folder / "model.safetensors"
+    # What transformers asks for. One entry only: their order in the file changes from run to run.
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # save_file leaves it readable by its owner alone
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
     print(f"{folder}: {len(tensors)} tensors, {sum(t.size for t in tensors.values()):,} numbers")
 

@@ -1,4 +1,4 @@
-"""mla_decode, and what it shares with the other attentions: against the oracle on stored rows, with poison where nobody may look."""
+"""mla_decode, and what it shares with the other attentions: against the oracle on stored rows, with poison out of sight."""
 
 import dataclasses
 import functools
@@ -347,7 +347,7 @@ def test_numpy_arguments_and_wide_integers(rng):
     q = q_latent, q_rope
     want = oracle(case, q)
     host = jax.device_get(case.cache())
-    narrow = jax.jit(lambda: mla.mla_decode(*q, host, np.int32(LAYER), case.tables.tolist(), case.lengths.astype(np.int64)))
+    narrow = jax.jit(lambda: mla.mla_decode(*q, host, LAYER, case.tables.tolist(), case.lengths.astype(np.int64)))
     check(narrow(), want)
     with jax.enable_x64(True):
         # Ids beyond int32 are bad pages, not their low 32 bits.

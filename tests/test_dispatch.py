@@ -187,6 +187,24 @@ def test_operations_refuse_names_they_do_not_have(num_tokens):
             mla.write_index_k(cache, 0, slots, zeros[:, :128], implementation=name)
 
 
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_operations_need_no_implicit_promotion(implementation):
+    # A caller may have switched both off, as many test suites do.
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        for layout in LAYOUTS:
+            got = config(layout, head_dim=128)
+            kv_jaxpr(got, implementation)
+            cache, slots, _, _ = write_arguments(got)
+            jax.eval_shape(lambda c, s: (mla.read_kv(c, 0, s), mla.raw_rows(c, 1, s)), cache, slots)
+        for layout in INDEX_LAYOUTS:
+            got = config(layout, head_dim=96)
+            index_jaxpr(got, implementation)
+            cache, slots, _, _ = write_arguments(got)
+            jax.eval_shape(lambda c, s: mla.read_index_k(c, 0, s), cache, slots)
+        for layout in ("raw_e4m3fn", "raw_e4m3fnuz", "raw_e5m2"):
+            kv_jaxpr(config(layout), implementation, k_scale=0.3)
+
+
 # ---- one trace -------------------------------------------------------------------------------------------------------
 
 

@@ -240,3 +240,26 @@ def test_from_logits_to_sparse_attention(layout, rng):
     np.testing.assert_array_equal(slots, reference.positions_to_slots(positions, tables, 16, case.config.num_pages))
     q_latent, q_rope = (np.asarray(part) for part in queries_)
     check(got, reference.sparse(q_latent, q_rope, *case.values(), slots, None, case.config.geometry.softmax_scale))
+
+
+def test_a_step_that_writes_and_reads_keeps_its_cache_in_place(rng):
+    # Loops that read a pool must not make the scan over layers copy what it carries.
+    T, L = 4, 3
+    cache = mla.init_cache(config("raw_e4m3fn", R=128, P=16, num_layers=L, num_pages=512, page_size=64, head_dim=128))
+    q_latent, q_rope = queries(rng, T, 5)
+    q, weights = asked(rng, T, 128)
+    c_kv, k_rope, k = (rng.standard_normal((T, width)).astype(np.float32) for width in (128, 16, 128))
+    slots, tables, lengths = np.zeros(T, np.int32), np.ones((T, 3), np.int32), np.ones(T, np.int32)
+    cu = np.arange(T + 1, dtype=np.int32)
+
+    def layer(cache: mla.PagedMLACache, index: jax.Array) -> Any:
+        cache = mla.write_index_k(mla.write_kv(cache, index, slots, c_kv, k_rope), index, slots, k)
+        dense = mla.mla_decode(q_latent[:, None], q_rope[:, None], cache, index, tables, lengths)[0][:, 0]
+        dense += mla.mla_prefill(q_latent, q_rope, cache, index, tables, lengths, cu)[0]
+        positions = mla.select_topk(mla.indexer_logits(q, weights, cache, index, tables, lengths, cu), lengths, 8)
+        chosen = mla.positions_to_slots(positions, tables, 64)
+        return cache, dense + mla.sparse_mla(q_latent, q_rope, cache, index, chosen)[0]
+
+    mla.assert_in_place(
+        lambda cache: jax.lax.scan(layer, cache, jnp.arange(L, dtype=jnp.int32)), cache, donate_argnums=0, max_temp_bytes=2**23
+    )

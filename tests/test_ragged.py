@@ -167,11 +167,13 @@ def test_owners_of_tokens(rng):
     for _ in range(50):
         new = rng.integers(0, 7, S)
         lengths = (new + rng.integers(-3, 20, S)).astype(np.int32)
-        cu = sums(new)
+        before = int(rng.integers(0, 3))  # tokens of no sequence in front, which nothing promises but nothing forbids
+        cu = sums(new) + np.int32(before)
         owners = owners_of(lengths, cu)
-        np.testing.assert_array_equal(owners.sequence, np.concatenate([np.repeat(np.arange(S), new), np.zeros(T - cu[-1])]))
+        sequence = np.concatenate([np.zeros(before), np.repeat(np.arange(S), new), np.zeros(T - cu[-1])])
+        np.testing.assert_array_equal(owners.sequence, sequence)
         np.testing.assert_array_equal(owners.visible, reference.visible_keys(lengths, cu, T, 5, 3))
-        np.testing.assert_array_equal(owners.owned, np.arange(T) < cu[-1])
+        np.testing.assert_array_equal(owners.owned, (np.arange(T) >= before) & (np.arange(T) < cu[-1]))
 
 
 def test_plans_cover_every_token():
