@@ -40,8 +40,12 @@ def to_words(values: UInt32[Array, "n"], value_bytes: int, word_dtype: np.dtype)
     return values.astype(word_dtype)
 
 
+Load = Callable[[int, int, int], Any]
+"""load(i, start, size): numbers ``[start, start + size)`` of operand i's row, in the operand's own dtype."""
+
+
 def scatter_rows(
-    row: Callable[[Any, Sequence[Any]], list[Any]],
+    row: Callable[[Load], list[Any]],
     place: Callable[[Any, Any, Any, Any, list[Any]], None],
     *,
     name: str,
@@ -55,13 +59,20 @@ def scatter_rows(
 ) -> Shaped[Array, "layers pages *page"]:
     """Writes T rows in place: one program for each ``tuning.rows`` of them.
 
-    ``row(t, refs)`` computes the words of row t; ``place(pool, layer, page, offset, words)`` stores them. A row is stored only if
-    0 < slot < capacity and the layer exists, so a dropped row computes no address at all.
+    ``row(load)`` computes the words of one row; ``place(pool, layer, page, offset, words)`` stores them. A row is stored only if
+    0 < slot < capacity and the layer exists, so a dropped row computes no address at all. Operands are [T, width], or [1, width]
+    for what all rows share.
     """
     num_layers, num_pages = pool.shape[:2]
     capacity = num_pages * page_size
     (num_tokens,) = slots.shape
     page_shift = page_size.bit_length() - 1
+    interpret = backend.require(name, target)
+    dtypes = [operand.dtype for operand in operands]
+    shared = [operand.shape[0] == 1 for operand in operands]
+    if interpret:
+        # Interpret mode of JAX 0.10 hands bfloat16 through float32, which quiets NaN; words keep their bits.
+        operands = [jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x for x in operands]
 
     def kernel(layer_ref: Any, slots_ref: Any, *refs: Any) -> None:
         inputs, pool_ref = refs[: len(operands)], refs[-1]
@@ -75,8 +86,13 @@ def scatter_rows(
             if num_tokens % tuning.rows:
                 exists = exists & (t < num_tokens)
                 t = jnp.minimum(t, num_tokens - 1)
+
+            def load(i: int, start: int, size: int, t: Any = t) -> Any:
+                x = inputs[i][0 if shared[i] else t, backend.span(start, size)]
+                return x if x.dtype == dtypes[i] else jax.lax.bitcast_convert_type(x, dtypes[i])
+
             slot = slots_ref[t]
-            todo.append((slot, exists & (slot > 0) & (slot < capacity), row(t, inputs)))
+            todo.append((slot, exists & (slot > 0) & (slot < capacity), row(load)))
         for slot, valid, words in todo:
 
             @backend.when(valid)
@@ -90,6 +106,6 @@ def scatter_rows(
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         aliases={2 + len(operands): 0},
         num_warps=tuning.num_warps,
-        interpret=backend.require(name, target),
+        interpret=interpret,
     )
     return call(layer, slots, *operands, pool)

@@ -1,6 +1,6 @@
 """Index keys: quantise and place keys and scales in one kernel. Float32 keys are plain rows."""
 
-from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -9,12 +9,13 @@ from jaxtyping import Array, Int32, Num, Shaped
 
 from mla_jax.devices import Target
 from mla_jax.kernels import backend
-from mla_jax.kernels.scatter import scatter_rows, spans, to_words
+from mla_jax.kernels.scatter import Load, scatter_rows, spans, to_words
 from mla_jax.kernels.tuning import write_tuning
 from mla_jax.layout import GROUP, IndexLayout
-from mla_jax.quantize import encode_group, finite_amax, index_scale, plain_bits
+from mla_jax.quantize import encode_group, finite_amax, index_scale, larger, plain_bits
 
 
+@jax.jit(static_argnames=("layout", "target"))
 def write_index(
     pool: Shaped[Array, "layers pages *page"],
     layout: IndexLayout,
@@ -23,7 +24,7 @@ def write_index(
     k: Num[Array, "T d"],
     target: Target,
 ) -> Shaped[Array, "layers pages *page"]:
-    """The index pool with T keys written, in place when the pool is donated.
+    """The index pool with T keys written, in place when the pool is donated. Jitted as ``write_rows`` is.
 
     Raises:
         NotImplementedError: where the target has no such kernel, or cannot address the pool.
@@ -33,22 +34,19 @@ def write_index(
     tuning = write_tuning(target, "plain" if dialect is None else "index")
     word, d = layout.word_dtype, layout.head_dim
 
-    def row(t: Any, refs: Sequence[Any]) -> list[Any]:
+    def row(load: Load) -> list[Any]:
         """Float32: (first column, words). FP8: ("key" or "scale", word within the token's keys or scales, words)."""
-        (ref,) = refs
         if dialect is None or mode is None:
-            return [(start, plain_bits(ref[t, backend.span(start, size)], jnp.float32)) for start, size in spans(d)]
+            return [(start, plain_bits(load(0, start, size), jnp.float32)) for start, size in spans(d)]
         pieces: list[Any] = []
         for group in range(layout.groups):
             first = group * GROUP
-            parts = [(first + start, ref[t, backend.span(first + start, size)]) for start, size in spans(min(GROUP, d - first))]
-            amax = finite_amax(parts[0][1][None])
-            for _, x in parts[1:]:
-                amax = jnp.maximum(amax, finite_amax(x[None]))
+            parts = [(first + start, load(0, first + start, size)[None]) for start, size in spans(min(GROUP, d - first))]
+            amax = functools.reduce(larger, [finite_amax(x) for _, x in parts])
             scale = index_scale(amax, mode, dialect)
             for start, x in parts:
-                codes = encode_group(x[None], amax, scale, mode, dialect, native=tuning.native_fp8).reshape(x.shape)
-                pieces.append(("key", start // word.itemsize, to_words(codes, 1, word)))
+                codes = encode_group(x, amax, scale, mode, dialect, native=tuning.native_fp8)
+                pieces.append(("key", start // word.itemsize, to_words(codes.reshape(x.shape[1]), 1, word)))
             scale_words = to_words(jax.lax.bitcast_convert_type(scale, jnp.uint32), 4, word)
             pieces.append(("scale", group * 4 // word.itemsize, scale_words))
         return pieces

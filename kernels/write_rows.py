@@ -3,7 +3,6 @@
 PLAIN casts, RAW_FUSED encodes to FP8, SCALED quantises groups of 128 and stores codes, scales and rope together.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,12 +11,13 @@ from jaxtyping import Array, Float, Int32, Num, Shaped
 
 from mla_jax.devices import Target
 from mla_jax.kernels import backend
-from mla_jax.kernels.scatter import scatter_rows, spans, to_words
+from mla_jax.kernels.scatter import Load, scatter_rows, spans, to_words
 from mla_jax.kernels.tuning import write_tuning
 from mla_jax.layout import GROUP, CacheLayout
 from mla_jax.quantize import divide, encode_bits, encode_group, finite_amax, packed_scale, plain_bits
 
 
+@jax.jit(static_argnames=("layout", "target"))
 def write_rows(
     pool: Shaped[Array, "layers pages page words"],
     layout: CacheLayout,
@@ -30,6 +30,8 @@ def write_rows(
 ) -> Shaped[Array, "layers pages page words"]:
     """The pool with T rows written, in place when the pool is donated.
 
+    Jitted, so that eager calls compile once; inside a caller's jit it is inlined, and the caller's donation holds.
+
     Raises:
         NotImplementedError: where the target has no such kernel, or cannot address the pool.
     """
@@ -41,48 +43,45 @@ def write_rows(
     if layout.qk_rope_head_dim:
         operands.append(k_rope)
     if k_scale is not None:
-        operands.append(k_scale.reshape(1))
+        operands.append(k_scale.reshape(1, 1))
 
-    def plain(ref: Any, t: Any, start: int, size: int) -> Any:
-        return plain_bits(ref[t, backend.span(start, size)], layout.number_dtype).astype(word)
+    def plain(load: Load, i: int, start: int, size: int) -> Any:
+        return plain_bits(load(i, start, size), layout.number_dtype).astype(word)
 
-    def raw(ref: Any, t: Any, start: int, size: int, scale: Any) -> Any:
-        x = ref[t, backend.span(start, size)]
-        scaled = x if scale is None else divide(x.astype(jnp.float32), scale)
+    def raw(load: Load, i: int, start: int, size: int) -> Any:
+        x = load(i, start, size)
+        scaled = x if k_scale is None else divide(x.astype(jnp.float32), load(len(operands) - 1, 0, 1))
         return to_words(encode_bits(scaled, layout.dialect or "e4m3fn", source=x, native=tuning.native_fp8), 1, word)
 
-    def packed(ref: Any, t: Any, start: int, size: int) -> tuple[Any, Any]:
+    def packed(load: Load, start: int, size: int) -> tuple[Any, Any]:
         assert layout.scale_mode is not None
-        x = ref[t, backend.span(start, size)].reshape(size // GROUP, GROUP)
+        x = load(0, start, size).reshape(size // GROUP, GROUP)
         amax = finite_amax(x)
         scale = packed_scale(amax, layout.scale_mode)
         codes = encode_group(x, amax, scale, layout.scale_mode, "e4m3fn", native=tuning.native_fp8)
         scale_bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
         return to_words(codes.reshape(size), 1, word), to_words(scale_bits, 4, word)
 
-    def packed_rope(ref: Any, t: Any, start: int, size: int) -> Any:
-        return to_words(plain_bits(ref[t, backend.span(start, size)], jnp.bfloat16), 2, word)
-
     R, P = layout.kv_lora_rank, layout.qk_rope_head_dim
 
-    def row(t: Any, refs: Sequence[Any]) -> list[Any]:
-        """(first word, words) pieces of row t."""
+    def row(load: Load) -> list[Any]:
+        """(first word, words) pieces of one row."""
         pieces: list[Any] = []
-        scale = refs[-1][0] if k_scale is not None else None
         if layout.is_packed:
             scales_at = R // word.itemsize
             rope_at = (R + R // GROUP * 4) // word.itemsize
             for start, size in spans(R):
-                codes, scales = packed(refs[0], t, start, size)
+                codes, scales = packed(load, start, size)
                 pieces.append((start // word.itemsize, codes))
                 pieces.append((scales_at + start // GROUP * 4 // word.itemsize, scales))
             for start, size in spans(P):
-                pieces.append((rope_at + 2 * start // word.itemsize, packed_rope(refs[1], t, start, size)))
+                words = to_words(plain_bits(load(1, start, size), jnp.bfloat16), 2, word)
+                pieces.append((rope_at + 2 * start // word.itemsize, words))
             return pieces
-        for ref, first, width in zip(refs, (0, R), (R, P), strict=False):
+        write = plain if layout.is_plain else raw
+        for i, first, width in ((0, 0, R), (1, R, P)):
             for start, size in spans(width):
-                words = plain(ref, t, start, size) if layout.is_plain else raw(ref, t, start, size, scale)
-                pieces.append(((first + start) // numbers_a_word, words))
+                pieces.append(((first + start) // numbers_a_word, write(load, i, start, size)))
         return pieces
 
     def place(pool_ref: Any, layer: Any, page: Any, offset: Any, pieces: list[Any]) -> None:

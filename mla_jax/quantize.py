@@ -181,6 +181,11 @@ def finite_amax(x: Num[Array, "*lead n"]) -> Float[Array, "*lead"]:
     return _float(jnp.max(jnp.where(magnitude < _u32(_F32_INF), magnitude, _u32(0)), axis=-1))
 
 
+def larger(a: Float[Array, "*shape"], b: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The larger of two magnitudes, by bits as in :func:`finite_amax`."""
+    return _float(jnp.maximum(_bits(a), _bits(b)))
+
+
 def _pow2_scale(amax: Float[Array, "*shape"], fp8_max: float, floor: float) -> Float[Array, "*shape"]:
     """The smallest power of two s with s * fp8_max >= amax, at least ``floor`` (a power of two), by exponent bits.
 

@@ -544,3 +544,21 @@ def test_interpret_mode_is_usable_on_a_pool_of_144_mib(layout, rng):
 def test_unused_geometry_does_not_matter():
     # The bytes depend on R and P alone.
     assert config("packed_pow2").layout == config("packed_pow2", geometry=geometry(head_dim=128)).layout
+
+
+def test_eager_pallas_calls_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_jax.kernels import backend
+
+    launches = []
+    launch = backend.launch
+    monkeypatch.setattr(backend, "launch", lambda *args, **kwargs: launches.append(kwargs["name"]) or launch(*args, **kwargs))
+    # A width no other test uses, so that nothing is compiled yet.
+    geometry = mla.MLAGeometry(
+        num_heads=1, q_lora_rank=None, kv_lora_rank=44, qk_nope_head_dim=8, qk_rope_head_dim=20, v_head_dim=8, softmax_scale=1.0
+    )
+    config = mla.CacheConfig(geometry=geometry, num_layers=1, num_pages=3, page_size=4, kv_cache_dtype="fp8_e4m3", platform="cpu")
+    cache, slots = mla.init_cache(config), np.array([4, 5], np.int32)
+    for _ in range(3):
+        rows = np.ones((2, 44), np.float32), np.ones((2, 20), np.float32)
+        cache = mla.write_kv(cache, 0, slots, *rows, implementation="pallas")
+    assert launches == ["write_kv_raw_fused"]
