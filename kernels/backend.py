@@ -63,7 +63,7 @@ def launch(
 
     Triton parameters are always given: JAX 0.10 would otherwise choose Mosaic GPU, which refuses ROCm.
     """
-    call = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
         grid=grid,
         out_shape=out_shape,
@@ -72,13 +72,6 @@ def launch(
         interpret=interpret,
         name=name,
     )
-
-    def run(*operands: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*Pallas Triton.*", category=DeprecationWarning)
-            return call(*operands)
-
-    return run
 
 
 def abstract_gpu(arch: str) -> jax.sharding.AbstractMesh:

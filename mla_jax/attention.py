@@ -11,7 +11,7 @@ from mla_jax.devices import target_of
 from mla_jax.dispatch import dispatch
 from mla_jax.online_softmax import empty_partial, finish
 from mla_jax.paged_attention import LatentRows, attend_pages, lane_floats, latent_rows
-from mla_jax.positions import sequences, static_int
+from mla_jax.positions import sequences
 from mla_jax.queries import Queries, queries
 
 Attention = tuple[Float[Array, "*lead H R"], Float[Array, "*lead H"]]
@@ -80,7 +80,7 @@ def mla_decode(
     )
     checks.check_shapes(op, {"block_tables": ("S", "M"), "lengths": ("S",)}, block_tables=tables, lengths=counts)
     if num_splits is not None:
-        static_int(op, "num_splits", num_splits, 1)
+        checks.static_int(op, "num_splits", num_splits, 1)
     target = target_of(cache.kv)
     source = latent_rows(cache, index)
     if q.latent.size == 0 or tables.shape[1] == 0:

@@ -67,6 +67,17 @@ def integers(op: str, name: str, array: Any, rank: int) -> Int32[Array, "..."]:
     return array.astype(jnp.int32)
 
 
+def static_int(op: str, name: str, value: int, minimum: int) -> int:
+    """``value`` as an int.
+
+    Raises:
+        ValueError: for anything but an int >= ``minimum``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
+        raise ValueError(f"{op}: {name} must be an int >= {minimum}, got {value!r}")
+    return int(value)
+
+
 def check_shapes(op: str, shapes: dict[str, tuple[int | str, ...]], **arrays: Any) -> dict[str, int]:
     """Checks each array against its expected shape, one letter one size. Returns the sizes bound to letters.
 

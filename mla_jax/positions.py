@@ -29,7 +29,7 @@ def expand_rows(
         ValueError: for other shapes or a negative T.
         TypeError: for anything but integers.
     """
-    num_tokens = static_int("expand_rows", "T", T, 0)
+    num_tokens = checks.static_int("expand_rows", "T", T, 0)
     tables, lengths, cu = sequences("expand_rows", block_tables, lengths, cu_q_lens)
     if tables.shape[0] == 0:
         return jnp.zeros((num_tokens, tables.shape[1]), jnp.int32), jnp.zeros(num_tokens, jnp.int32)
@@ -59,14 +59,14 @@ def positions_to_slots(
         TypeError: for anything but integers.
     """
     op = "positions_to_slots"
-    size = static_int(op, "page_size", page_size, 1)
+    size = checks.static_int(op, "page_size", page_size, 1)
     if size & (size - 1):
         raise ValueError(f"{op}: page_size must be a power of two, got {page_size}")
     places, tables = checks.integers(op, "positions", positions, 2), checks.integers(op, "block_tables", block_tables, 2)
     checks.check_shapes(op, {"positions": ("T", "K"), "block_tables": ("T", "M")}, positions=places, block_tables=tables)
     limit = 2**31 // size
     if num_pages is not None:
-        limit = min(limit, static_int(op, "num_pages", num_pages, 1))
+        limit = min(limit, checks.static_int(op, "num_pages", num_pages, 1))
     if tables.shape[1] == 0:
         return jnp.full(places.shape, -1, jnp.int32)
     column = places >> np.int32(size.bit_length() - 1)
@@ -86,14 +86,3 @@ def sequences(
     shapes = {"block_tables": ("S", "M"), "lengths": ("S",), "cu_q_lens": (tables.shape[0] + 1,)}
     checks.check_shapes(op, shapes, block_tables=tables, lengths=counts, cu_q_lens=cu)
     return tables, counts, cu
-
-
-def static_int(op: str, name: str, value: int, minimum: int) -> int:
-    """``value`` as an int.
-
-    Raises:
-        ValueError: for anything but an int >= ``minimum``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
-        raise ValueError(f"{op}: {name} must be an int >= {minimum}, got {value!r}")
-    return int(value)

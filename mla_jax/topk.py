@@ -7,7 +7,6 @@ from jaxtyping import Array, Float, Int32
 
 from mla_jax import checks
 from mla_jax.arrays import ArrayIn
-from mla_jax.positions import static_int
 
 _NEVER = np.int32(-(2**31))
 """Below the key of every number."""
@@ -34,7 +33,7 @@ def select_topk(logits: Float[ArrayIn, "T C"], visible_lengths: Int32[ArrayIn, "
     The selection of DeepSeek-V3.2's indexer (``index_topk``), which leaves ties unspecified.
     """
     op = "select_topk"
-    k = static_int(op, "k", k, 0)
+    k = checks.static_int(op, "k", k, 0)
     shapes = {"logits": ("T", "C"), "visible_lengths": ("T",)}
     (values,) = checks.floats(op, shapes, logits=logits)
     visible = checks.integers(op, "visible_lengths", visible_lengths, 1)
