@@ -106,12 +106,8 @@ def _map_pages(recode: Any, pool: Array) -> Array:
 
 
 def _config_to_json(aux: tuple[Any, ...]) -> bytes:
-    return json.dumps(dataclasses.asdict(_only(aux))).encode()
-
-
-def _only(aux: tuple[Any, ...]) -> CacheConfig:
     (config,) = aux
-    return config
+    return json.dumps(dataclasses.asdict(config)).encode()
 
 
 def _config_from_json(data: bytes | bytearray) -> tuple[CacheConfig]:

@@ -1,13 +1,15 @@
 """Paged batches for the tests of what reads a cache: random tokens on scattered pages, poison in every byte that nobody may see."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mla_jax as mla
-from helpers import config, filled, oracle_rows, oracle_values, pool_bytes, row_bytes, with_pages, with_rows
+from helpers import config, equations, filled, oracle_rows, oracle_values, pool_bytes, row_bytes, with_pages, with_rows
 from mla_jax import reference
 
 LAYER = 1
@@ -147,3 +149,18 @@ def check(got: tuple[Any, Any], want: tuple[np.ndarray, np.ndarray], tolerance: 
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two (out, lse) pairs are equal bit for bit."""
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(a, b, strict=True))
+
+
+def call_cost(fn: Callable[..., Any], *args: Any) -> tuple[tuple[Any, ...], int]:
+    """What a call costs as lowered and as compiled, and the size of its largest intermediate."""
+    traced = jax.jit(fn).trace(*args)
+    lowered = traced.lower()
+    compiled = lowered.compile()
+    before: Any = lowered.cost_analysis()
+    after: Any = compiled.cost_analysis()
+    memory: Any = compiled.memory_analysis()
+    # Bytes are those of the program as lowered: for the compiled one XLA on a CPU counts a fused gather as all of its operand.
+    cost = before["bytes accessed"], before["flops"], after["flops"], memory.temp_size_in_bytes
+    # Refusing vmap passes the pool through; whatever else is of its size would be a copy.
+    made = [v.aval.size for eqn in equations(traced.jaxpr) if eqn.primitive.name != "custom_vmap_call" for v in eqn.outvars]
+    return cost, max(made)

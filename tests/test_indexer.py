@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mla_jax as mla
-from batches import LAYER, Batch, batch, check, poisons, queries, relative_error
-from helpers import INDEX_LAYOUTS, config, equations
+from batches import LAYER, Batch, batch, call_cost, check, poisons, queries, relative_error
+from helpers import INDEX_LAYOUTS, config
 from mla_jax import reference
 
 LENGTHS = [0, 1, 16, 33, 70, 48]
@@ -164,15 +164,9 @@ def costs(num_pages: int) -> tuple[tuple[Any, ...], int, int]:
     cache = jax.eval_shape(lambda: mla.init_cache(config("index_e4m3fn_pow2", R=128, P=16, head_dim=128, num_pages=num_pages)))
     shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((9, 3, 128), np.float32), ((9, 3), np.float32))]
     rest = [jax.ShapeDtypeStruct(s, np.int32) for s in ((), (2, 8), (2,), (3,))]
-    traced = jax.jit(mla.indexer_logits).trace(*shapes, cache, *rest)
-    lowered = traced.lower()
-    compiled = lowered.compile()
-    before: Any = lowered.cost_analysis()
-    after: Any = compiled.cost_analysis()
-    memory: Any = compiled.memory_analysis()
     assert cache.index is not None
-    made = [v.aval.size for eqn in equations(traced.jaxpr) if eqn.primitive.name != "custom_vmap_call" for v in eqn.outvars]
-    return (before["bytes accessed"], before["flops"], after["flops"], memory.temp_size_in_bytes), cache.index.size, max(made)
+    cost, largest = call_cost(mla.indexer_logits, *shapes, cache, *rest)
+    return cost, cache.index.size, largest
 
 
 def test_f22_cost_does_not_grow_with_the_pool():

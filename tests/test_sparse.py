@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mla_jax as mla
-from batches import LAYER, Batch, batch, check, poisons, queries, relative_error, same_bits
+from batches import LAYER, Batch, batch, call_cost, check, poisons, queries, relative_error, same_bits
 from helpers import LAYOUTS, config, equations, oracle_values, row_bytes
 from mla_jax import reference
 
@@ -191,14 +191,8 @@ def costs(num_pages: int) -> tuple[tuple[Any, ...], int, int]:
     cache = jax.eval_shape(lambda: mla.init_cache(config("raw_e4m3fn", R=128, P=16, num_pages=num_pages)))
     shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((T, H, 128), np.float32), ((T, H, 16), np.float32))]
     rest = [jax.ShapeDtypeStruct(s, np.int32) for s in ((), (T, K))]
-    traced = jax.jit(mla.sparse_mla).trace(*shapes, cache, *rest)
-    lowered = traced.lower()
-    compiled = lowered.compile()
-    before: Any = lowered.cost_analysis()
-    after: Any = compiled.cost_analysis()
-    memory: Any = compiled.memory_analysis()
-    made = [v.aval.size for eqn in equations(traced.jaxpr) if eqn.primitive.name != "custom_vmap_call" for v in eqn.outvars]
-    return (before["bytes accessed"], before["flops"], after["flops"], memory.temp_size_in_bytes), cache.kv.size, max(made)
+    cost, largest = call_cost(mla.sparse_mla, *shapes, cache, *rest)
+    return cost, cache.kv.size, largest
 
 
 def test_f22_cost_does_not_grow_with_the_pool():
