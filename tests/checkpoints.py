@@ -18,6 +18,11 @@ from mla_jax.models.loading import checkpoint_shapes
 DATA = Path(__file__).parent / "data"
 
 
+def config_of(name: str, file: str = "config.json") -> dict:
+    """config.json of tests/data/NAME, or another file of its folder."""
+    return json.loads((DATA / name / file).read_text())
+
+
 @functools.cache
 def reference(name: str, latent_norm_eps: float | str | None = None) -> tuple[Any, Mapping[str, np.ndarray]]:
     """The model in tests/data/NAME, and transformers' arrays for it. Shared by all tests: do not change the model."""
@@ -89,6 +94,13 @@ TINY: Mapping[str, Any] = {
 """A config to which a family adds its model_type and what is its own. No two widths that could be mixed up are equal."""
 
 YARN: Mapping[str, Any] = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64}
+
+
+def kimi_k25(**changes: Any) -> dict[str, Any]:
+    """A config.json with a text part; what the text part leaves out stands beside it."""
+    text = {**TINY, "model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "dtype": None, "eos_token_id": None, **changes}
+    parts = {"vision_config": {"hidden_size": 1152}, "media_placeholder_token_id": 7}
+    return {"model_type": "kimi_k25", "text_config": text, "dtype": "bfloat16", "eos_token_id": 9, **parts}
 
 
 def random_checkpoint(folder: Path, rng: np.random.Generator, **config: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

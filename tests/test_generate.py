@@ -68,10 +68,10 @@ def test_chunks_and_pages_change_nothing(tiny, continued, options):
     assert models.generate(tiny, PROMPTS, max_new_tokens=10, stop_ids=(), **options) == continued
 
 
-def prefill(model, chunk_size):
+def prefill(model, chunk_size, prompts=PROMPTS):
     """The stream at each prompt's end, and what the cache then holds of all prompts."""
-    cache = mla.init_cache(model.cache_config(num_pages=8))
-    rows = [np.array(prompt, np.int32) for prompt in PROMPTS]
+    cache = mla.init_cache(model.cache_config(num_pages=8, kv_cache_dtype="float32"))
+    rows = [np.array(prompt, np.int32) for prompt in prompts]
     allocator = mla.PageAllocator(cache.config)
     pages = [allocator.allocate(len(row)) for row in rows]
     hidden, cache = module._prefill(model, cache, rows, pages, allocator.block_tables(pages), chunk_size, None)
@@ -83,6 +83,31 @@ def prefill(model, chunk_size):
 def test_chunked_prefill_equals_one_shot(tiny, chunk_size):
     for one, many in zip(prefill(tiny, None), prefill(tiny, chunk_size), strict=True):
         np.testing.assert_allclose(many, one, atol=1e-5)
+
+
+def test_logits_do_not_depend_on_companions(tiny):
+    want = tiny.logits(prefill(tiny, None)[0])
+    # Prompt 3 comes first, beside others, and in pieces that end elsewhere.
+    got = tiny.logits(prefill(tiny, 6, [PROMPTS[3], [40, 41, 42, 43, 44], PROMPTS[1]])[0])
+    np.testing.assert_allclose(got[0], want[3], atol=1e-5)
+    np.testing.assert_allclose(got[2], want[1], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "smooth_glm_moe_dsa"])
+def test_neither_companions_nor_chunks_nor_pages_change_a_real_model(name):
+    # No choice of expert, token or id in these checkpoints is a near tie, so ids have to be equal.
+    model, arrays = reference(name)
+    prompts = [arrays["input_ids"][0].tolist(), arrays["input_ids"][1, :23].tolist(), arrays["input_ids"][0, 5:18].tolist()]
+    want = model.logits(prefill(model, None, prompts)[0])
+    ids = models.generate(model, prompts, kv_cache_dtype="float32")
+    for i in (0, 2):
+        np.testing.assert_allclose(model.logits(prefill(model, None, [prompts[i]])[0])[0], want[i], atol=1e-5)
+        assert models.generate(model, [prompts[i]], kv_cache_dtype="float32") == [ids[i]]
+    for chunk_size, order in ((1, slice(None)), (7, slice(None, None, -1))):
+        np.testing.assert_allclose(model.logits(prefill(model, chunk_size, prompts[order])[0]), want[order], atol=1e-5)
+        again = models.generate(model, prompts[order], kv_cache_dtype="float32", chunk_size=chunk_size, page_size=4)
+        assert again == ids[order]
 
 
 def test_a_stop_id_ends_its_row_and_is_returned(tiny, continued):
@@ -126,6 +151,73 @@ def test_sampling_follows_its_key(tiny, continued):
     assert draw(0, temperature=1e-6) == continued
 
 
+# --- top_p ------------------------------------------------------------------------------------------------------------
+
+
+def nucleus(logits: np.ndarray, top_p: float) -> tuple[set[int], float]:
+    """The ids that stay, and how far the nearest decision was from going the other way."""
+    p = np.exp(logits.astype(np.float64) - logits.max())
+    p /= p.sum()
+    kept, total, margin = set(), 0.0, 1.0
+    for i in sorted(range(len(p)), key=lambda i: (-logits[i], i)):
+        if total >= top_p and kept:
+            return kept, min(margin, total - top_p)
+        margin = min(margin, top_p - total) if kept else 1.0
+        kept.add(i)
+        total += p[i]
+    return kept, margin
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 7, 300])
+def test_nucleus_is_that_of_numpy(rng, vocab):
+    cut = jax.jit(jax.vmap(module._nucleus))
+    logits = (rng.normal(size=(60, vocab)) * rng.choice([0.1, 1, 5], (60, 1))).astype(np.float32)
+    # Few levels: ids of equal probability, of which some stay and some go.
+    logits[::3] = np.round(logits[::3])
+    top_p = rng.uniform(0.01, 1, 60).astype(np.float32)
+    top_p[:6] = [1e-6, 0.5, 0.25, 0.999, 1e-30, 0.75]
+    kept = np.asarray(cut(logits, top_p))
+    compared = 0
+    for row in range(60):
+        want, margin = nucleus(logits[row], float(top_p[row]))
+        if margin > 1e-6:
+            compared += 1
+            assert set(np.flatnonzero(np.isfinite(kept[row]))) == want
+        np.testing.assert_array_equal(kept[row][np.isfinite(kept[row])], logits[row][np.isfinite(kept[row])])
+    assert compared > 50
+
+
+def test_ties_go_to_the_smaller_id():
+    # Four ids of a quarter each: what is kept depends on their number alone.
+    for top_p, kept in [(1e-30, 1), (0.2, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (0.9, 4)]:
+        got = np.isfinite(module._nucleus(np.zeros(4, np.float32), np.float32(top_p)))
+        assert got.tolist() == [i < kept for i in range(4)], top_p
+
+
+def test_draws_stay_in_the_nucleus_and_follow_its_distribution():
+    # Probabilities 0.4, 0.3, 0.2, 0.1 in a shuffled order; 0.6 keeps the first two.
+    ids, p = np.array([2, 0, 3, 1]), np.array([0.4, 0.3, 0.2, 0.1])
+    logits = np.empty(4, np.float32)
+    logits[ids] = np.log(p)
+    sampler = module._Sampler(jax.random.key(1), np.float32(1), np.float32(0.6), np.array([-1], np.int32))
+    drawn, _ = jax.jit(sampler.__call__)(np.tile(logits, (4000, 1)), np.int32(0))
+    counts = np.bincount(np.asarray(drawn), minlength=4) / 4000
+    assert counts[3] == counts[1] == 0
+    np.testing.assert_allclose(counts[[2, 0]], [4 / 7, 3 / 7], atol=0.03)
+
+
+def test_top_p_of_a_whole_generation(tiny, continued):
+    def draw(top_p, prompts=PROMPTS, **options):
+        options = {"temperature": 1.0, "key": jax.random.key(0), **options}
+        return models.generate(tiny, prompts, max_new_tokens=10, stop_ids=(), top_p=top_p, **options)
+
+    assert draw(1.0) == models.generate(tiny, PROMPTS, 10, 1.0, jax.random.key(0), ())
+    assert draw(1e-6) == continued == draw(0.3, temperature=0.0)
+    some = draw(0.7)
+    assert some == draw(0.7) and some not in (draw(1.0), continued)
+    assert some[1:3] == draw(0.7, [[40, 41, 42], *PROMPTS[1:3], PROMPTS[3][::-1]])[1:3]
+
+
 def test_calls_of_one_size_compile_once(tiny, continued):
     traces = [f._cache_size() for f in (module._prefill_window, module._begin, module._decode)]
     shuffled = [prompt[::-1] for prompt in PROMPTS]
@@ -156,6 +248,9 @@ def test_nothing_to_do(tiny):
         ([[1]], {"temperature": 0.5}, ValueError, "needs key"),
         ([[1]], {"temperature": -1.0}, ValueError, "temperature"),
         ([[1]], {"chunk_size": 0}, ValueError, "chunk_size"),
+        ([[1]], {"top_p": 0.0}, ValueError, "top_p must be above 0 and at most 1, got 0.0"),
+        ([[1]], {"top_p": 1.5}, ValueError, r"top_p .* got 1\.5"),
+        ([[1]], {"top_p": float("nan")}, ValueError, "top_p"),
     ],
 )
 def test_wrong_requests_are_refused(tiny, prompts, options, error, message):

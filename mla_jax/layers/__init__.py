@@ -19,5 +19,9 @@ from mla_jax.layers.rope import rotate as rotate
 from mla_jax.layers.rope import to_half_split as to_half_split
 from mla_jax.layers.router import Router as Router
 from mla_jax.layers.router import RoutingSpec as RoutingSpec
+from mla_jax.layers.stack import LayerStack as LayerStack
+from mla_jax.layers.stack import Place as Place
+from mla_jax.layers.stack import Segment as Segment
+from mla_jax.layers.stack import plan_segments as plan_segments
 from mla_jax.layers.step import Step as Step
 from mla_jax.layers.step import make_step as make_step

@@ -59,14 +59,18 @@ class Block(nnx.Module):
         *,
         index_layer: int | Int32[Array, ""] | None = None,
         selection: Selection | None = None,
+        first_expert: int | Int32[Array, ""] = 0,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "T D"], PagedMLACache, BlockTrace]:
-        """The stream after the block, the cache with the rows written, and the trace, whose selection the next block takes."""
+        """The stream after the block, the cache with the rows written, and the trace, whose selection the next block takes.
+
+        Arguments as in :class:`MLAttention`; ``first_expert`` as in :class:`mla_jax.layers.Experts`.
+        """
         attn_in = self.input_layernorm(x)
         attn_out, cache, selection = self.self_attn(
             attn_in, cache, layer, step, index_layer=index_layer, selection=selection, implementation=implementation
         )
         x = x + attn_out
         mlp_in = self.post_attention_layernorm(x)
-        mlp_out = self.mlp(mlp_in)
+        mlp_out = self.mlp(mlp_in, first_expert) if isinstance(self.mlp, MoE) else self.mlp(mlp_in)
         return x + mlp_out, cache, BlockTrace(attn_in, attn_out, mlp_in, mlp_out, selection)

@@ -17,6 +17,8 @@ class Experts(nnx.Module):
     weights. Cost follows the rows that exist and experts without rows are hardly read. ``jax.lax.ragged_dot`` states the same
     product but lowers to a dense one with E times the work and memory on CPUs and, by default, on GPUs (jax 0.10 to 0.12).
 
+    The arrays may hold several layers' experts in a row (:class:`mla_jax.layers.LayerStack`); a call says where its own begin.
+
     Args:
         num_experts: E.
         hidden_size: D.
@@ -34,12 +36,15 @@ class Experts(nnx.Module):
         dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
+        self.num_experts = num_experts
         self.gate_up = normal_init(rngs, (num_experts, hidden_size, 2 * intermediate_size), hidden_size, dtype)
         self.down = normal_init(rngs, (num_experts, intermediate_size, hidden_size), intermediate_size, dtype)
 
-    def __call__(self, x: Float[Array, "T D"], ids: Int32[Array, "T k"]) -> Float[Array, "T k D"]:
-        """The output of each chosen expert for each token, unweighted."""
-        num_experts = self.gate_up.shape[0]
+    def __call__(
+        self, x: Float[Array, "T D"], ids: Int32[Array, "T k"], first_expert: int | Int32[Array, ""] = 0
+    ) -> Float[Array, "T k D"]:
+        """The output of each chosen expert for each token, unweighted; expert i is at ``first_expert + i`` of the arrays."""
+        num_experts = self.num_experts
         (num_tokens, topk), width = ids.shape, x.shape[1]
         num_rows = num_tokens * topk
         tile = _tile_size(num_rows, num_experts)
@@ -55,7 +60,7 @@ class Experts(nnx.Module):
             gate, up = jnp.split(hidden, 2, axis=-1)
             return jnp.matmul(jax.nn.silu(gate) * up, down[expert].astype(rows.dtype), precision=precision)
 
-        out = jax.lax.map(multiply, (tiles.reshape(-1, tile, width), tile_experts))
+        out = jax.lax.map(multiply, (tiles.reshape(-1, tile, width), first_expert + tile_experts))
         return out.reshape(-1, width)[places].reshape(num_tokens, topk, width)
 
 
@@ -113,12 +118,14 @@ class MoE(nnx.Module):
         dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
+        self.num_experts = routing.num_experts
         self.gate = Router(hidden_size, routing, dtype=dtype, rngs=rngs)
         self.experts = Experts(routing.num_experts, hidden_size, intermediate_size, dtype=dtype, rngs=rngs)
         self.shared_experts = MLP(hidden_size, num_shared * intermediate_size, dtype=dtype, rngs=rngs) if num_shared else None
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(self, x: Float[Array, "T D"], first_expert: int | Int32[Array, ""] = 0) -> Float[Array, "T D"]:
+        """The output for each token; ``first_expert`` as in :class:`Experts`."""
         ids, weights = self.gate(x)
-        chosen = self.experts(x, ids)
+        chosen = self.experts(x, ids, first_expert)
         routed = jnp.sum(chosen.astype(jnp.float32) * weights[..., None], axis=1).astype(x.dtype)
         return routed if self.shared_experts is None else routed + self.shared_experts(x)

@@ -29,6 +29,7 @@ def generate(
     kv_cache_dtype: Any = "auto",
     page_size: int = 64,
     *,
+    top_p: float = 1.0,
     chunk_size: int | None = None,
     on_tokens: OnTokens | None = None,
     platform: Platform | None = None,
@@ -45,11 +46,12 @@ def generate(
         model: the model.
         prompts: ids of each prompt, none empty.
         max_new_tokens: ids a row at most.
-        temperature: 0: the likeliest id; above, a draw from softmax(logits / temperature), which needs ``key``.
+        temperature: 0: the likeliest id; above, a draw from p = softmax(logits / temperature), which needs ``key``.
         key: of the draws. Row i's depend on the key, i and its own logits alone.
         stop_ids: ids that end a row; None: eos_token_id of config.json; (): none.
         kv_cache_dtype: as in :meth:`CausalLM.cache_config`, as are page_size, platform, scale_mode, nsa_kv_cache_store_fp8.
         page_size: tokens a page.
+        top_p: draws are from the fewest likeliest ids whose p sum up to this much, of equal ones the smaller first; 1: from all.
         chunk_size: tokens of a prefill call, all prompts together; None: all at once.
         on_tokens: called after each step, from Python; the loop then returns to the host after every step.
         platform: whose FP8 dialect the cache stores.
@@ -62,7 +64,7 @@ def generate(
 
     Raises:
         ValueError: for an empty prompt, ids outside the vocabulary, a negative max_new_tokens or temperature, a temperature above
-            0 without a key, a chunk_size below 1.
+            0 without a key, a top_p outside (0, 1], a chunk_size below 1.
         TypeError: for prompts that are no lists of integers.
     """
     rows = _check_prompts(prompts, model.spec.vocab_size)
@@ -72,6 +74,8 @@ def generate(
         raise ValueError(f"generate: temperature must be finite and >= 0, got {temperature!r}")
     if temperature > 0 and key is None:
         raise ValueError(f"generate: temperature={temperature!r} draws at random and needs key=jax.random.key(...)")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"generate: top_p must be above 0 and at most 1, got {top_p!r}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"generate: chunk_size must be None or >= 1, got {chunk_size!r}")
     if not rows or max_new_tokens == 0:
@@ -93,6 +97,7 @@ def generate(
     sampler = _Sampler(
         key=key if temperature > 0 else None,
         temperature=jnp.asarray(temperature, jnp.float32),
+        top_p=None if temperature == 0 or top_p == 1 else jnp.asarray(top_p, jnp.float32),
         stop_ids=_stop_array(model.spec.eos_ids if stop_ids is None else tuple(stop_ids)),
     )
     state = _begin(model, hidden, np.array([len(row) for row in rows], np.int32), sampler, cache, _round_up(max_new_tokens, 8))
@@ -114,10 +119,11 @@ def generate(
 
 
 class _Sampler(NamedTuple):
-    """How the next id is chosen (key None: the likeliest), and which ids end a row."""
+    """How the next id is chosen (key None: the likeliest; top_p None: among all), and which ids end a row."""
 
     key: jax.Array | None
     temperature: Float[Array, ""]
+    top_p: Float[Array, ""] | None
     stop_ids: Int32[Array, "stops"]
 
     def __call__(self, logits: Float[Array, "S V"], step: Int32[Array, ""]) -> tuple[Int32[Array, "S"], Bool[Array, "S"]]:
@@ -125,13 +131,24 @@ class _Sampler(NamedTuple):
         if self.key is None:
             ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         else:
-            key = self.key
+            key, top_p = self.key, self.top_p
 
             def draw(row: Int32[Array, ""], row_logits: Float[Array, "V"]) -> Int32[Array, ""]:
+                if top_p is not None:
+                    row_logits = _nucleus(row_logits, top_p)
                 return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, row), step), row_logits)
 
             ids = jax.vmap(draw)(jnp.arange(logits.shape[0]), logits / self.temperature).astype(jnp.int32)
         return ids, jnp.any(ids[:, None] == self.stop_ids, axis=-1)
+
+
+def _nucleus(logits: Float[Array, "V"], top_p: Float[Array, ""]) -> Float[Array, "V"]:
+    """The logits with -inf for every id before which ids of probability ``top_p`` come, likeliest first, equal ones by id."""
+    order = jnp.argsort(-logits, stable=True)
+    sums = jnp.cumsum(jax.nn.softmax(logits)[order])
+    # The likeliest stays even where top_p rounds to 0.
+    kept = jnp.concatenate([jnp.ones(1, bool), sums[:-1] < top_p])
+    return jnp.where(jnp.zeros(logits.shape, bool).at[order].set(kept, unique_indices=True), logits, -jnp.inf)
 
 
 class _Decoding(NamedTuple):
@@ -208,7 +225,7 @@ def _prefill_window(
     *,
     implementation: str | None,
 ) -> tuple[Array, PagedMLACache]:
-    stream, cache, _ = model.trace(tokens, cache, slots, tables, lengths, cu_q_lens, implementation=implementation)
+    stream, cache = model.stream(tokens, cache, slots, tables, lengths, cu_q_lens, implementation=implementation)
     ends_here = (cu_q_lens[1:] > cu_q_lens[:-1]) & (lengths == prompt_lengths)
     last = stream[jnp.maximum(cu_q_lens[1:] - 1, 0)]
     return jnp.where(ends_here[:, None], last, hidden), cache
@@ -241,7 +258,7 @@ def _decode(
         page = jnp.clip(state.lengths // page_size, 0, tables.shape[1] - 1)
         slots = jnp.where(state.done, 0, tables[row, page] * page_size + state.lengths % page_size)
         lengths = jnp.where(state.done, state.lengths, state.lengths + 1)
-        stream, cache, _ = model.trace(
+        stream, cache = model.stream(
             state.ids,
             state.cache,
             slots,

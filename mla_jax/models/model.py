@@ -1,5 +1,6 @@
 """CausalLM: embedding, blocks over a paged cache, and the head. One class for every family; the spec says what differs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,11 +15,13 @@ from mla_jax.config import CacheConfig
 from mla_jax.devices import Platform
 from mla_jax.layers.attention import MLAttention
 from mla_jax.layers.block import Block, BlockTrace
+from mla_jax.layers.indexer import Selection
 from mla_jax.layers.linear import Linear, matmul, normal_init
 from mla_jax.layers.mlp import MLP
 from mla_jax.layers.moe import MoE
 from mla_jax.layers.norms import RMSNorm
-from mla_jax.layers.step import make_step
+from mla_jax.layers.stack import LayerStack, Place
+from mla_jax.layers.step import Step, make_step
 from mla_jax.layout import ScaleMode
 from mla_jax.models.spec import ModelSpec
 
@@ -38,7 +41,8 @@ class Embedding(nnx.Module):
 class CausalLM(nnx.Module):
     """A decoder of MLA blocks that keeps nothing: the cache comes in as an argument and goes out as a result.
 
-    A pytree like every NNX module, so it can be an argument of ``jax.jit`` and ``nnx.jit``; donate the cache.
+    A pytree like every NNX module, so it can be an argument of ``jax.jit`` and ``nnx.jit``; donate the cache. Layers of one kind
+    are compiled once (:class:`mla_jax.layers.LayerStack`); ``model.layers[i]`` is a layer's block.
 
     Args:
         spec: the model as data.
@@ -51,7 +55,7 @@ class CausalLM(nnx.Module):
         self.spec = spec
         self.dtype = dtype
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([_block(spec, i, dtype, rngs) for i in range(spec.num_layers)])
+        self.layers = LayerStack(spec.layer_kinds, spec.index_layers, lambda i, rngs: _block(spec, i, dtype, rngs), rngs=rngs)
         self.norm = RMSNorm(spec.hidden_size, eps=spec.norm_eps, dtype=dtype)
         is_tied = spec.tie_word_embeddings
         self.lm_head = None if is_tied else Linear(spec.hidden_size, spec.vocab_size, dtype=dtype, rngs=rngs)
@@ -124,8 +128,23 @@ class CausalLM(nnx.Module):
         if tokens_.size == 0 or lengths_.size == 0:
             self._check_cache(cache)
             return jnp.zeros((tokens_.shape[0], self.spec.vocab_size), jnp.float32), cache
-        hidden, cache, _ = self.trace(tokens, cache, slots, block_tables, lengths, cu_q_lens, implementation=implementation)
+        hidden, cache = self.stream(tokens, cache, slots, block_tables, lengths, cu_q_lens, implementation=implementation)
         return self.logits(hidden), cache
+
+    def stream(
+        self,
+        tokens: Int32[ArrayIn, "T"],
+        cache: PagedMLACache,
+        slots: Int32[ArrayIn, "T"],
+        block_tables: Int32[ArrayIn, "S M"],
+        lengths: Int32[ArrayIn, "S"],
+        cu_q_lens: Int32[ArrayIn, "S1"] | None,
+        *,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "T D"], PagedMLACache]:
+        """As a call, without the head: the stream after the last block, which :meth:`logits` takes, and the cache."""
+        arrays = tokens, slots, block_tables, lengths, cu_q_lens
+        return self._run(cache, *arrays, implementation=implementation, keep=lambda trace: None)[:2]
 
     def trace(
         self,
@@ -138,30 +157,48 @@ class CausalLM(nnx.Module):
         *,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "T D"], PagedMLACache, tuple[BlockTrace, ...]]:
-        """As a call, without the head and with what happened in each block: the stream after the last one, cache, traces."""
-        ids, places, tables, counts, bounds = _check_step(tokens, slots, block_tables, lengths, cu_q_lens)
-        self._check_cache(cache)
-        step = make_step(places, tables, counts, bounds, self.spec.rope)
-        x = self.embed_tokens(jnp.where(step.valid, ids, 0)).astype(self.dtype)
-        selection, traces = None, []
-        for i, block in enumerate(self.layers):
-            x, cache, trace = block(
-                x,
-                cache,
-                i,
-                step,
-                index_layer=self.spec.index_layers[i],
-                selection=selection,
-                implementation=implementation,
-            )
-            selection = trace.selection
-            traces.append(trace)
-        return x, cache, tuple(traces)
+        """As :meth:`stream`, and what happened in each block."""
+        arrays = tokens, slots, block_tables, lengths, cu_q_lens
+        return self._run(cache, *arrays, implementation=implementation, keep=lambda trace: trace)
 
     def logits(self, hidden: Float[Array, "T D"]) -> Float[Array, "T V"]:
         """float32 logits of rows of the stream after the last block."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return matmul(self.norm(hidden), head.weight[...], jnp.float32)
+
+    def _run(
+        self, cache: PagedMLACache, *arrays: Any, implementation: str | None, keep: Callable[[BlockTrace], Any]
+    ) -> tuple[Float[Array, "T D"], PagedMLACache, tuple[Any, ...]]:
+        """The stream after the last block, the cache, and for each layer what is to be kept of its trace."""
+        ids, places, tables, counts, bounds = _check_step(*arrays)
+        self._check_cache(cache)
+        step = make_step(places, tables, counts, bounds, self.spec.rope)
+        x = self.embed_tokens(jnp.where(step.valid, ids, 0)).astype(self.dtype)
+
+        def layer(block: Block, place: Place, carry: Any) -> tuple[Any, Any]:
+            x, cache, selection = carry
+            x, cache, trace = block(
+                x,
+                cache,
+                place.layer,
+                step,
+                index_layer=place.index_layer,
+                selection=selection,
+                first_expert=place.first_expert,
+                implementation=implementation,
+            )
+            return (x, cache, trace.selection), keep(trace)
+
+        (x, cache, _), kept = self.layers.scan(layer, (x, cache, self._nothing_selected(step, cache)))
+        return x, cache, kept
+
+    def _nothing_selected(self, step: Step, cache: PagedMLACache) -> Selection | None:
+        """What stands for the selection before the first layer, which makes its own; a scan's carry needs its shape."""
+        indexer = self.spec.geometry.indexer
+        if indexer is None:
+            return None
+        width = min(indexer.topk, step.block_tables.shape[1] * cache.config.page_size)
+        return Selection(*(jnp.full((step.slots.shape[0], width), -1, jnp.int32) for _ in range(2)))
 
     def _check_cache(self, cache: PagedMLACache) -> None:
         check_cache("CausalLM", cache)

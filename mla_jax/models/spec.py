@@ -31,6 +31,8 @@ class Family:
             mlp_layer_types lists, else as "first_k"; "listed_or_one" listed, else layer 0 alone.
         reads_norm_topk_prob: whether the key counts; where not, weights are not normalised.
         shares_selections: whether layers may reuse the selection of one before them.
+        text_prefix: of a model of several parts: its config.json nests the text part's as text_config, whose tensors' keys begin
+            so; all others are passed over.
     """
 
     scoring: Scoring = "sigmoid"
@@ -39,6 +41,7 @@ class Family:
     dense_layers: Literal["first_k", "listed", "listed_or_one"] = "first_k"
     reads_norm_topk_prob: bool = True
     shares_selections: bool = False
+    text_prefix: str = ""
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -51,9 +54,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             reads_rope_interleave=False, index_rope_interleaved=True, dense_layers="listed", shares_selections=True
         ),
         "kimi_k2": Family(),
+        "kimi_k25": Family(text_prefix="language_model."),
     }
 )
-"""By model_type. kimi_k2 is DeepSeek-V3's code under another name."""
+"""By model_type. kimi_k2 is DeepSeek-V3's code under another name; kimi_k25 is a kimi_k2 that also sees."""
+
+_TEXT_TYPES = ("kimi_k2", "deepseek_v3")
+"""What the text part of a kimi_k25 may be called: in releases, and by transformers, which rewrites it."""
+
+_SHARED_KEYS = (("dtype", "torch_dtype"), ("eos_token_id",), ("quantization_config",), ("tie_word_embeddings",))
+"""Keys, in groups of one meaning, that a text part without them takes from the whole model's config."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +98,7 @@ class ModelSpec:
         dtype: name of the type the model computes in; None where config.json does not say.
         fp8_block: (rows, columns) of one scale of FP8 weights; None: weights are not quantised.
         eos_ids: ids that end a text.
+        key_prefix: what the checkpoint's keys begin with, before "model." and "lm_head.".
     """
 
     model_type: str
@@ -108,10 +119,16 @@ class ModelSpec:
     dtype: str | None
     fp8_block: tuple[int, int] | None
     eos_ids: tuple[int, ...]
+    key_prefix: str = ""
 
     @property
     def num_layers(self) -> int:
         return len(self.attention_kinds)
+
+    @property
+    def layer_kinds(self) -> tuple[tuple[AttentionKind, bool], ...]:
+        """For each layer all that tells its block from others: equal kinds have parameters of equal shapes and one program."""
+        return tuple(zip(self.attention_kinds, self.moe_layers, strict=True))
 
     @property
     def index_layers(self) -> tuple[int | None, ...]:
@@ -146,11 +163,13 @@ def parse_config(config: Mapping[str, Any], latent_norm_eps: float | str | None 
     Raises:
         ValueError: for an unknown model_type, a missing key, or a feature that is not implemented, by name.
     """
-    keys = _Keys(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"unknown model_type {model_type!r}; known are {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[model_type]
+    if family.text_prefix:
+        config = _text_config(config)
+    keys = _Keys(config)
     if keys.get("hidden_act", "silu") != "silu":
         raise ValueError(f"config.json: hidden_act must be 'silu', got {config['hidden_act']!r}")
     if keys.get("partial_rotary_factor", 1.0) != 1.0:
@@ -178,7 +197,22 @@ def parse_config(config: Mapping[str, Any], latent_norm_eps: float | str | None 
         dtype=_dtype(keys),
         fp8_block=_fp8_block(keys),
         eos_ids=_eos_ids(keys),
+        key_prefix=family.text_prefix,
     )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text part, with what it leaves to the whole model's."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"config.json: {config['model_type']} needs the key 'text_config', a config of its own, got {text!r}")
+    if text.get("model_type") not in _TEXT_TYPES:
+        raise ValueError(f"config.json: text_config's model_type must be one of {_TEXT_TYPES}, got {text.get('model_type')!r}")
+    text = {key: value for key, value in text.items() if value is not None}
+    for group in _SHARED_KEYS:
+        if not any(key in text for key in group):
+            text |= {key: config[key] for key in group if key in config}
+    return text
 
 
 class _Keys:

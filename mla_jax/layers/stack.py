@@ -1,0 +1,182 @@
+"""LayerStack: a model's blocks, stored and run such that equal ones are compiled once, however many there are."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int32
+
+from mla_jax.layers.block import Block
+from mla_jax.layers.moe import MoE
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive layers whose kinds repeat: ``period`` blocks are compiled and run ``repeats`` times.
+
+    Attributes:
+        first: its first layer.
+        period: layers of one repetition.
+        repeats: how often they come.
+    """
+
+    first: int
+    period: int
+    repeats: int
+
+    def layers(self, position: int) -> range:
+        """The layers at one place of the period, one for each repetition."""
+        return range(self.first + position, self.first + self.period * self.repeats, self.period)
+
+
+@functools.cache
+def plan_segments(kinds: tuple[Hashable, ...]) -> tuple[Segment, ...]:
+    """The segments that cover ``kinds`` with the fewest blocks to compile, and of those with the fewest segments.
+
+    Args:
+        kinds: one entry a layer; layers of equal kind have parameters of equal shapes.
+
+    Example:
+        >>> plan_segments(tuple("aa" + "fsss" * 2))
+        (Segment(first=0, period=1, repeats=2), Segment(first=2, period=4, repeats=2))
+    """
+    num_layers = len(kinds)
+    best: dict[int, tuple[tuple[int, int], tuple[Segment, ...]]] = {num_layers: ((0, 0), ())}
+    for first in reversed(range(num_layers)):
+        options = []
+        for period in range(1, num_layers - first + 1):
+            unit, repeats = kinds[first : first + period], 1
+            while kinds[first + period * (repeats - 1) : first + period * repeats] == unit:
+                (blocks, segments), rest = best[first + period * repeats]
+                options.append(((blocks + period, segments + 1), (Segment(first, period, repeats), *rest)))
+                repeats += 1
+        best[first] = min(options, key=lambda option: option[0])
+    return best[0][1]
+
+
+class Place(NamedTuple):
+    """Where a block stands. In a segment that repeats, all but those that are None are traced.
+
+    Attributes:
+        layer: its layer of the cache.
+        index_layer: its index layer of the cache; None without an indexer of its own.
+        first_expert: where its experts begin among those that it holds, see :class:`mla_jax.layers.Experts`.
+    """
+
+    layer: int | Int32[Array, ""]
+    index_layer: int | Int32[Array, ""] | None
+    first_expert: int | Int32[Array, ""]
+
+
+Body = Callable[[Block, Place, Any], tuple[Any, Any]]
+"""(block, where it stands, carry) -> (carry, output): one step of :meth:`LayerStack.scan`."""
+
+
+class LayerStack(nnx.Module):
+    """The blocks of a model. ``stack[i]`` is layer i's block; :meth:`scan` runs them all.
+
+    Parameters are stored as ``blocks[segment][position]``, a Block whose parameters have a leading axis, one entry for each
+    repetition of the segment. Layers of one segment and position are therefore one array, which nothing has to stack at run time.
+
+    Args:
+        kinds: for each layer what tells its block from others, as in :func:`plan_segments`.
+        index_layers: for each layer its index layer of the cache, or None.
+        make_block: (layer, rngs) -> its block; for layers of one kind the same but for the random numbers.
+        rngs: source of the initial weights.
+    """
+
+    def __init__(
+        self,
+        kinds: tuple[Hashable, ...],
+        index_layers: Sequence[int | None],
+        make_block: Callable[[int, nnx.Rngs], Block],
+        *,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.segments = plan_segments(kinds)
+        self.index_layers = tuple(index_layers)
+
+        def stacked(segment: Segment, position: int) -> Block:
+            keys = jax.random.split(rngs.params(), segment.repeats)
+            return jax.vmap(lambda key: make_block(segment.first + position, nnx.Rngs(key)))(keys)
+
+        self.blocks = nnx.List(
+            [nnx.List([stacked(segment, position) for position in range(segment.period)]) for segment in self.segments]
+        )
+
+    def __len__(self) -> int:
+        return len(self.index_layers)
+
+    def __getitem__(self, layer: int) -> Block:
+        """The block of a layer, with parameters of its own, shapes where the stack has shapes.
+
+        They are slices, in jit as outside: changing them does not change the stack.
+        """
+        layer = range(len(self))[layer]
+        for segment, blocks in zip(self.segments, self.blocks, strict=True):
+            repeat, position = divmod(layer - segment.first, segment.period)
+            if repeat < segment.repeats:
+                return jax.tree.map(lambda x, repeat=repeat: _entry(x, repeat), blocks[position])
+        raise AssertionError(f"layer {layer} is in none of {self.segments}")
+
+    def __iter__(self) -> Iterator[Block]:
+        return (self[layer] for layer in range(len(self)))
+
+    def scan(self, body: Body, carry: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Runs ``body`` over the layers, first to last, and returns the last carry and each layer's output.
+
+        Segments that repeat are one ``jax.lax.scan``, so the carry keeps its shapes. A cache in it is updated in place.
+        """
+        outputs: list[Any] = [None] * len(self)
+        for segment, blocks in zip(self.segments, self.blocks, strict=True):
+            carry, outs = self._scan_segment(segment, blocks, body, carry)
+            for position, of_position in enumerate(outs):
+                for layer, out in zip(segment.layers(position), of_position, strict=True):
+                    outputs[layer] = out
+        return carry, tuple(outputs)
+
+    def _scan_segment(self, segment: Segment, blocks: Sequence[Block], body: Body, carry: Any) -> tuple[Any, list[list[Any]]]:
+        """:meth:`scan` of one segment; outputs by position and repetition."""
+        graphdefs, experts, rests = zip(*(_split_experts(block) for block in blocks), strict=True)
+
+        def repetition(carry: Any, inputs: tuple[int | Array, Any]) -> tuple[Any, list[Any]]:
+            repeat, rests = inputs
+            outs = []
+            for position in range(segment.period):
+                block = nnx.merge(graphdefs[position], experts[position], rests[position])
+                carry, out = body(block, self._place(segment, position, repeat, block), carry)
+                outs.append(out)
+            return carry, outs
+
+        if segment.repeats == 1:
+            carry, outs = repetition(carry, (0, jax.tree.map(lambda x: x[0], rests)))
+            return carry, [[out] for out in outs]
+        carry, outs = jax.lax.scan(repetition, carry, (jnp.arange(segment.repeats, dtype=jnp.int32), rests))
+        return carry, [[jax.tree.map(lambda y, i=i: y[i], out) for i in range(segment.repeats)] for out in outs]
+
+    def _place(self, segment: Segment, position: int, repeat: int | Array, block: Block) -> Place:
+        first = segment.first + position
+        index_layer = self.index_layers[first]
+        if index_layer is not None:
+            own = self.index_layers[segment.first : segment.first + segment.period]
+            index_layer = index_layer + repeat * sum(i is not None for i in own)
+        num_experts = block.mlp.num_experts if isinstance(block.mlp, MoE) else 0
+        return Place(first + repeat * segment.period, index_layer, repeat * num_experts)
+
+
+def _entry(x: Any, i: int) -> Any:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x[i]
+
+
+def _split_experts(block: Block) -> tuple[Any, Any, Any]:
+    """A stacked block as graph, experts of all repetitions in a row, and the other parameters.
+
+    A scan slices what it iterates over: for the experts that would copy all of a layer's to use a few. They stay whole, and each
+    layer knows where its own begin.
+    """
+    graphdef, experts, rest = nnx.split(block, nnx.PathContains("experts"), ...)
+    return graphdef, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), experts), rest
