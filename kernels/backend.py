@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
 
@@ -17,6 +18,25 @@ from mla_jax.devices import Target
 program_id = pl.program_id
 when = pl.when
 span = pl.ds
+
+
+def load(ref: Any, index: tuple[Any, ...], mask: Any, other: Any, *, interpret: bool) -> Any:
+    """``ref[index]`` where ``mask`` (broadcast to the result) holds, ``other`` elsewhere; no address is touched there.
+
+    Interpret mode knows no masked gather: it loads everything, so indices must be in range everywhere.
+    """
+    if interpret:
+        return jnp.where(mask, ref[index], other)
+    return pallas_triton.load(ref.at[index], mask=mask, other=other)
+
+
+def assembly(text: str, constraints: str, pack: int, out: Any, *args: Any) -> Any:
+    """One piece of PTX for every ``pack`` elements of ``args``. It cannot be interpreted and binds a kernel to one vendor.
+
+    One result only: the lowering of several is broken in JAX 0.12.
+    """
+    (result,) = pallas_triton.elementwise_inline_asm(text, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[out])
+    return result
 
 
 def require(op: str, target: Target) -> bool:

@@ -1,13 +1,35 @@
-"""Speed: block sizes and warps by architecture. Nothing here changes a result."""
+"""Speed: how kernels are launched, by architecture and static shape. Nothing here changes a result beyond rounding.
 
+The numbers are in ``tuning.json`` beside this file: tables for sm_90, gfx942, gfx950 and interpret mode ("cpu-interpret"), and one
+for the other chips of each backend ("cuda", "rocm"). ``mla-jax bench --tune`` measures the candidates below and rewrites the table
+of the chip it runs on. The tables of the AMD chips come from compiling for them: no spills, and tiles within 64 KiB of LDS.
+
+Lessons behind them. Writes: one warp owns a row, so that a group's maximum needs no shared memory (packed rows on the H200: 36 us
+at 2 rows and 1 warp, 259 us at 16 rows and 4 warps). Reads: few query rows leave registers for wide tiles of keys; with more than
+16 registers bind first, as the output of a row takes 512 of them.
+"""
+
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Literal
+import functools
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from mla_jax.devices import Target
+from mla_jax.layout import CacheLayout
+
+TABLES = pathlib.Path(__file__).with_name("tuning.json")
 
 WriteKernel = Literal["plain", "raw_fused", "scaled", "index"]
+ReadKernel = Literal["dense", "sparse"]
+
+SMALL_ROWS = 16
+"""Blocks of at most so many query rows have entries of their own."""
+
+_MAX_SPLITS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,25 +48,117 @@ class WriteTuning:
     native_fp8: bool = False
 
 
-_INTERPRET = WriteTuning(rows=1, num_warps=1)
-# One warp owns a row, so a group's maximum needs no shared memory; two rows keep enough bytes in flight. On the H200 more
-# warps or rows cost up to four times as much (packed rows: 36 us at 2 rows and 1 warp, 259 us at 16 rows and 4 warps).
-_DEFAULT = WriteTuning(rows=2, num_warps=1)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendTuning:
+    """How one attention kernel is launched.
 
-_WRITES: Mapping[str, Mapping[WriteKernel, WriteTuning]] = MappingProxyType(
-    {
-        "sm_90": {
-            "plain": WriteTuning(rows=2, num_warps=1),
-            "raw_fused": WriteTuning(rows=2, num_warps=1, native_fp8=True),
-            "scaled": WriteTuning(rows=2, num_warps=1, native_fp8=True),
-            "index": WriteTuning(rows=4, num_warps=1, native_fp8=True),
-        },
-    }
-)
+    Attributes:
+        rows: query rows (heads of tokens) of a program, a power of two from 16 on.
+        keys: keys of a tile, a power of two from 16 on.
+        num_warps: warps a program.
+        num_stages: tiles in flight.
+        programs: programs that fill the chip; keys are split while there are no more.
+        native_fp8: decode OCP e4m3 with the device's own instruction.
+        join_planes: join the planes of decoded codes to whole rows, for warp-group matrix units, which read shared memory.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int = 1
+    programs: int = 1
+    native_fp8: bool = False
+    join_planes: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexTuning:
+    """How the indexer's kernel is launched.
+
+    Attributes:
+        keys: keys of a tile, a power of two from 16 on.
+        tiles: tiles of a program.
+        num_warps: warps a program.
+        num_stages: tiles in flight.
+        native_fp8: decode OCP e4m3 with the device's own instruction.
+    """
+
+    keys: int
+    tiles: int
+    num_warps: int
+    num_stages: int = 1
+    native_fp8: bool = False
+
+
+_FORCED: contextvars.ContextVar[AttendTuning | IndexTuning | None] = contextvars.ContextVar("forced", default=None)
+
+
+@contextlib.contextmanager
+def forced(tuning: AttendTuning | IndexTuning) -> Iterator[None]:
+    """Reading kernels traced inside are launched with ``tuning``, to measure it."""
+    token = _FORCED.set(tuning)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+@functools.cache
+def tables() -> Mapping[str, Any]:
+    """The tables, by architecture."""
+    return json.loads(TABLES.read_text())
+
+
+def table_name(target: Target) -> str:
+    """Which table serves ``target``."""
+    if target.backend == "cpu":
+        return "cpu-interpret"
+    return target.arch if target.arch in tables() else target.backend
 
 
 def write_tuning(target: Target, kernel: WriteKernel) -> WriteTuning:
     """The launch parameters of a write kernel on ``target``."""
-    if target.backend == "cpu":
-        return _INTERPRET
-    return _WRITES.get(target.arch or "", {}).get(kernel, _DEFAULT)
+    return WriteTuning(**tables()[table_name(target)]["write"][kernel])
+
+
+def kind(layout: CacheLayout, wide: bool) -> str:
+    """Which entries serve a layout: "float32" where products are made in it, else "plain", "packed", "raw" or, for OCP e4m3 (which
+    some chips convert themselves), "raw_native"."""
+    if wide:
+        return "float32"
+    if layout.is_raw:
+        return "raw_native" if layout.dialect == "e4m3fn" else "raw"
+    return "packed" if layout.is_packed else "plain"
+
+
+def attend_tuning(target: Target, kernel: ReadKernel, layout: CacheLayout, rows: int, wide: bool) -> AttendTuning:
+    """The launch parameters of an attention kernel.
+
+    Args:
+        target: the device.
+        kernel: which kernel.
+        layout: of the stored rows.
+        rows: query rows of a block.
+        wide: products are made in float32.
+    """
+    chosen = _FORCED.get()
+    if isinstance(chosen, AttendTuning):
+        return chosen
+    entries = tables()[table_name(target)][kernel]
+    name = kind(layout, wide)
+    by_rows = entries.get(name) or entries[name.removesuffix("_native")]
+    return AttendTuning(**(by_rows.get(str(SMALL_ROWS)) if rows <= SMALL_ROWS and str(SMALL_ROWS) in by_rows else by_rows["any"]))
+
+
+def index_tuning(target: Target) -> IndexTuning:
+    """The launch parameters of the indexer's kernel."""
+    chosen = _FORCED.get()
+    if isinstance(chosen, IndexTuning):
+        return chosen
+    return IndexTuning(**tables()[table_name(target)]["index"])
+
+
+def default_splits(tuning: AttendTuning, programs: int, columns: int) -> int:
+    """Parts that keys are divided into, from static facts: enough to fill the chip, none of fewer than four tiles."""
+    tiles = -(-columns // tuning.keys)
+    return max(1, min(tuning.programs // programs, -(-tiles // 4), _MAX_SPLITS))

@@ -28,7 +28,14 @@ from mla_jax.reads import raw_rows as raw_rows
 from mla_jax.reads import read_index_k as read_index_k
 from mla_jax.reads import read_kv as read_kv
 from mla_jax.sparse import sparse_mla as sparse_mla
+from mla_jax.straight_through import straight_through as straight_through
+from mla_jax.straight_through import straight_through_index as straight_through_index
 from mla_jax.topk import select_topk as select_topk
+from mla_jax.training import attention as attention
+from mla_jax.training import attention_distribution as attention_distribution
+from mla_jax.training import indexer_kl as indexer_kl
+from mla_jax.training import indexer_scores as indexer_scores
+from mla_jax.training import sparse_attention as sparse_attention
 from mla_jax.writes import write_index_k as write_index_k
 from mla_jax.writes import write_kv as write_kv
 

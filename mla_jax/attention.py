@@ -1,14 +1,16 @@
 """Dense attention over a paged cache: decoding a fixed number of new tokens a sequence, and prefilling ragged ones."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from mla_jax import checks, ragged
+from mla_jax import checks, pallas_attention, ragged
 from mla_jax.arrays import ArrayIn
 from mla_jax.cache import PagedMLACache, check_cache
 from mla_jax.devices import target_of
-from mla_jax.dispatch import dispatch
+from mla_jax.dispatch import Implementation, dispatch
 from mla_jax.online_softmax import empty_partial, finish
 from mla_jax.paged_attention import LatentRows, attend_pages, lane_floats, latent_rows
 from mla_jax.positions import sequences
@@ -46,11 +48,12 @@ def mla_decode(
         block_tables: int32[S, M], page ids of each sequence in order, padded with 0 or -1.
         lengths: int32[S], tokens of each sequence, the Q new ones included.
         softmax_scale: multiplies the logits; None: the geometry's.
-        num_splits: parts that the keys are divided into by kernels that split; None lets them choose. XLA does not split.
+        num_splits: parts that the keys are divided into by the Pallas kernels, at most one a tile of keys; None: by static shapes,
+            layout and chip. XLA does not split.
         k_scale: raw FP8 rows only, the value they were written with; multiplies logits and output.
         sinks: [H] logits without a value, which enter the denominator and never lse.
         out_dtype: float32, bfloat16 or float16; None: that of q_latent, bfloat16 if it is an FP8 type.
-        implementation: None or "xla".
+        implementation: None, "xla" or "pallas".
 
     Returns:
         out [S, Q, H, R] in ``out_dtype`` and lse float32 [S, Q, H], natural log; 0 and -inf for a token that sees nothing.
@@ -84,8 +87,12 @@ def mla_decode(
     target = target_of(cache.kv)
     source = latent_rows(cache, index)
     if q.latent.size == 0 or tables.shape[1] == 0:
-        return dispatch(op, implementation, target, {"xla": q.nothing})
-    return dispatch(op, implementation, target, {"xla": lambda: _decode(q, source, tables, counts)})
+        return dispatch(op, implementation, target, {"xla": q.nothing, "pallas": q.nothing})
+    choices: dict[Implementation, Callable[[], Attention]] = {
+        "xla": lambda: _decode(q, source, tables, counts),
+        "pallas": lambda: pallas_attention.decode(q, source, tables, counts, num_splits, target),
+    }
+    return dispatch(op, implementation, target, choices)
 
 
 def mla_prefill(
@@ -129,19 +136,18 @@ def mla_prefill(
     target = target_of(cache.kv)
     source = latent_rows(cache, index)
     if q.latent.size == 0 or tables.size == 0:
-        return dispatch(op, implementation, target, {"xla": q.nothing})
-    return dispatch(op, implementation, target, {"xla": lambda: _prefill(q, source, tables, counts, cu)})
-
-
-def _columns(source: LatentRows, tables: Int32[Array, "S M"]) -> int:
-    """Keys that a table has room for, as far as int32 counts."""
-    return min(tables.shape[1] * source.page_size, int(ragged.INT32_MAX))
+        return dispatch(op, implementation, target, {"xla": q.nothing, "pallas": q.nothing})
+    choices: dict[Implementation, Callable[[], Attention]] = {
+        "xla": lambda: _prefill(q, source, tables, counts, cu),
+        "pallas": lambda: pallas_attention.prefill(q, source, tables, counts, cu, target),
+    }
+    return dispatch(op, implementation, target, choices)
 
 
 def _decode(q: Queries, source: LatentRows, tables: Int32[Array, "S M"], lengths: Int32[Array, "S"]) -> Attention:
     """Sequences are the lanes; all advance together, as far as the longest needs."""
     S, Q, H, R = q.latent.shape
-    columns = _columns(source, tables)
+    columns = source.columns(tables)
     later = jnp.arange(Q, dtype=jnp.int32) - np.int32(Q - 1)
     visible = jnp.clip(jnp.maximum(lengths, 0)[:, None] + later, 0, columns)
     visible = jnp.where(source.layer_exists, visible, 0)
@@ -157,7 +163,7 @@ def _prefill(
 ) -> Attention:
     """Blocks of tokens are the lanes; each walks over the sequences that occur in it, and its tokens share the rows."""
     (T, H, R), S = q.latent.shape, tables.shape[0]
-    columns = _columns(source, tables)
+    columns = source.columns(tables)
     owners = ragged.owners(lengths, cu_q_lens, T, columns)
     visible = jnp.where(source.layer_exists, owners.visible, 0)
     block = ragged.block_tokens(T, S)

@@ -1,5 +1,7 @@
 """Logits of the lightning indexer over the index keys of a paged cache."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,9 @@ from jaxtyping import Array, Float, Int32, Shaped
 from mla_jax import checks, ragged, rows
 from mla_jax.arrays import ArrayIn
 from mla_jax.cache import PagedMLACache, check_cache
-from mla_jax.devices import target_of
-from mla_jax.dispatch import dispatch
+from mla_jax.devices import Target, target_of
+from mla_jax.dispatch import Implementation, dispatch
+from mla_jax.kernels.index_logits import index_logits
 from mla_jax.layout import IndexLayout
 from mla_jax.online_softmax import NEG_INF
 from mla_jax.positions import sequences
@@ -42,7 +45,7 @@ def indexer_logits(
         block_tables: int32[S, M], padded with 0 or -1.
         lengths: int32[S], tokens of each sequence, the new ones included.
         cu_q_lens: int32[S + 1], ascending from 0.
-        implementation: None or "xla".
+        implementation: None, "xla" or "pallas".
 
     Returns:
         float32 [T, M * page_size]; column p belongs to position p of the token's sequence.
@@ -65,8 +68,34 @@ def indexer_logits(
     pool = checks.refuse_vmap(cache.index)
     shape = q.shape[0], tables.shape[1] * layout.page_size
     if q.shape[0] == 0 or tables.size == 0:
-        return dispatch(op, implementation, target, {"xla": lambda: jnp.full(shape, NEG_INF)})
-    return dispatch(op, implementation, target, {"xla": lambda: _logits(q, weights, pool, layout, index[0], tables, counts, cu)})
+        nothing = lambda: jnp.full(shape, NEG_INF)  # noqa: E731
+        return dispatch(op, implementation, target, {"xla": nothing, "pallas": nothing})
+    choices: dict[Implementation, Callable[[], Array]] = {
+        "xla": lambda: _logits(q, weights, pool, layout, index[0], tables, counts, cu),
+        "pallas": lambda: _kernel_logits(q, weights, pool, layout, index[0], tables, counts, cu, target),
+    }
+    return dispatch(op, implementation, target, choices)
+
+
+def _kernel_logits(
+    q: Float[Array, "T h d"],
+    head_weights: Float[Array, "T h"],
+    pool: Shaped[Array, "layers pages *page"],
+    layout: IndexLayout,
+    layer: Int32[Array, ""],
+    tables: Int32[Array, "S M"],
+    lengths: Int32[Array, "S"],
+    cu_q_lens: Int32[Array, "S1"],
+    target: Target,
+) -> Float[Array, "T columns"]:
+    """The Pallas kernel's view: each token with its sequence and the number of keys it sees."""
+    safe_layer = jnp.clip(layer, 0, pool.shape[0] - 1)
+    columns = min(tables.shape[1] * layout.page_size, int(ragged.INT32_MAX))
+    owners = ragged.owners(lengths, cu_q_lens, q.shape[0], columns)
+    seen = jnp.where(layer == safe_layer, owners.visible, 0)
+    # Tokens of no sequence come last; counted to the last sequence they keep the order.
+    sequence = jnp.where(owners.owned, owners.sequence, np.int32(tables.shape[0] - 1))
+    return index_logits(q, head_weights, pool, layout, safe_layer[None], tables, sequence, seen, target=target)
 
 
 def _logits(

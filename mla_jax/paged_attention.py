@@ -39,6 +39,10 @@ class LatentRows:
     def num_pages(self) -> int:
         return self.pool.shape[1]
 
+    def columns(self, tables: Int32[Array, "S M"]) -> int:
+        """Keys that a table has room for, as far as int32 counts."""
+        return min(tables.shape[1] * self.page_size, int(ragged.INT32_MAX))
+
     def gather(
         self, pages: Int32[Array, "G C"], offsets: Int32[Array, "G C"]
     ) -> tuple[Float[Array, "G C R"], Float[Array, "G C P"]]:

@@ -1,15 +1,17 @@
 """Sparse attention: each token attends to the slots listed for it."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from mla_jax import checks, ragged
+from mla_jax import checks, pallas_attention, ragged
 from mla_jax.arrays import ArrayIn
 from mla_jax.cache import PagedMLACache, check_cache
 from mla_jax.devices import target_of
-from mla_jax.dispatch import dispatch
+from mla_jax.dispatch import Implementation, dispatch
 from mla_jax.online_softmax import Partial, attend, empty_partial, finish
 from mla_jax.paged_attention import LatentRows, lane_floats, latent_rows
 from mla_jax.queries import Queries, queries
@@ -49,7 +51,7 @@ def sparse_mla(
         k_scale: raw FP8 rows only, the value they were written with; multiplies logits and output.
         sinks: [H] logits without a value, which enter the denominator and never lse.
         out_dtype: float32, bfloat16 or float16; None: that of q_latent, bfloat16 if it is an FP8 type.
-        implementation: None or "xla".
+        implementation: None, "xla" or "pallas".
 
     Returns:
         out [T, H, R] in ``out_dtype`` and lse float32 [T, H], natural log; 0 and -inf for a token without a valid slot.
@@ -74,8 +76,12 @@ def sparse_mla(
     target = target_of(cache.kv)
     source = latent_rows(cache, index)
     if q.latent.size == 0 or slots.size == 0:
-        return dispatch(op, implementation, target, {"xla": q.nothing})
-    return dispatch(op, implementation, target, {"xla": lambda: _sparse(q, source, slots, cache.config.capacity)})
+        return dispatch(op, implementation, target, {"xla": q.nothing, "pallas": q.nothing})
+    choices: dict[Implementation, Callable[[], pallas_attention.Attention]] = {
+        "xla": lambda: _sparse(q, source, slots, cache.config.capacity),
+        "pallas": lambda: pallas_attention.sparse(q, source, slots, target),
+    }
+    return dispatch(op, implementation, target, choices)
 
 
 def _sparse(

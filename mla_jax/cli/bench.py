@@ -1,6 +1,7 @@
-"""``mla-jax bench``: the write kernels on this GPU, checked and timed, as a table and JSON."""
+"""``mla-jax bench``: the kernels on this GPU, checked, timed and tuned, as tables and JSON."""
 
 import argparse
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Iterator
@@ -11,22 +12,29 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from mla_jax.bench import verify, writes
+from mla_jax.bench import reads, tune, verify, writes
 from mla_jax.bench.timing import environment
 
 NAME = "bench"
-HELP = "check and time the write kernels on this machine's GPU (device time, cold L2, beside a copy of as many bytes)"
+HELP = "check, time and tune the kernels on this machine's GPU (device time, cold L2)"
 
 SECTIONS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "equality": verify.equality,
     "large_pools": verify.large_pools,
     "speed": writes.speed,
     "pool_sizes": writes.pool_sizes,
+    "reads": reads.speed,
+    "read_pool_sizes": reads.pool_sizes,
+    "topk": reads.topk,
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"which parts to run: {', '.join(SECTIONS)} (default: all)")
+    parser.add_argument("--tune", action="store_true", help="time launch parameters and rewrite this chip's table in tuning.json")
+    parser.add_argument(
+        "--peer", type=pathlib.Path, metavar="FILE", help="JSON of another library's microseconds by case, for the section reads"
+    )
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write results here; sections not run keep their rows")
 
 
@@ -41,14 +49,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json and args.json.exists():
         results = json.loads(args.json.read_text())
     failed = False
+    sections = dict(SECTIONS)
+    if args.peer:
+        sections["reads"] = functools.partial(reads.speed, json.loads(args.peer.read_text()))
+    if args.tune:
+        sections["tune"] = tune.tune
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    for name in args.sections or SECTIONS:
+    for name in [*args.sections, *(["tune"] if args.tune else [])] or SECTIONS:
         rows = []
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task(name)
-            for row in SECTIONS[name]():
+            for row in sections[name]():
                 rows.append(row)
-                progress.update(task, description=f"{name}: {row['layout']}")
+                progress.update(task, description=f"{name}: {row.get('case', row['layout'])}")
         results[name] = {"environment": environment(), "rows": rows}
         table = Table(*rows[0], title=name)
         for row in rows:

@@ -12,6 +12,7 @@ as ever; a loaded model's weights become the variables::
     logits, cache = linen.apply(variables, tokens, cache, slots, block_tables, lengths, cu_q_lens)
 """
 
+from mla_jax.models import train as train
 from mla_jax.models.abstract import abstract_model as abstract_model
 from mla_jax.models.abstract import parameter_count as parameter_count
 from mla_jax.models.demo import demo_checkpoint as demo_checkpoint

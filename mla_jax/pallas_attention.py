@@ -1,0 +1,118 @@
+"""Attention by the Pallas kernels: checked arguments arranged as blocks of rows, one row a head of a token."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from mla_jax import ragged
+from mla_jax.devices import Target
+from mla_jax.kernels import mla
+from mla_jax.kernels.backend import require_addressable
+from mla_jax.paged_attention import LatentRows
+from mla_jax.queries import Queries
+
+Attention = tuple[Float[Array, "*lead H R"], Float[Array, "*lead H"]]
+
+PREFILL_ROWS = 64
+"""Rows of a block of prefill tokens, about: as many as fill a matrix unit."""
+
+
+def decode(
+    q: Queries,
+    source: LatentRows,
+    tables: Int32[Array, "S M"],
+    lengths: Int32[Array, "S"],
+    num_splits: int | None,
+    target: Target,
+) -> Attention:
+    """A block is a sequence with its Q tokens."""
+    require_addressable("mla_decode", source.pool)
+    S, Q, H, R = q.latent.shape
+    later = jnp.arange(Q, dtype=jnp.int32) - np.int32(Q - 1)
+    seen = jnp.clip(jnp.maximum(lengths, 0)[:, None] + later, 0, source.columns(tables))
+    seen = jnp.where(source.layer_exists, seen, 0)
+    sequence = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[:, None], (S, Q * H))
+    out, lse = mla.attend_pages(
+        q.latent.reshape(S, Q * H, R),
+        q.rope.reshape(S, Q * H, -1),
+        source.pool,
+        source.layout,
+        source.layer[None],
+        tables,
+        sequence,
+        jnp.repeat(seen, H, axis=1),
+        q.factor,
+        q.k_scale,
+        None if q.sinks is None else jnp.broadcast_to(jnp.tile(q.sinks, Q), (S, Q * H)),
+        tokens=Q,
+        one_sequence=True,
+        num_splits=num_splits,
+        out_dtype=q.dtype,
+        target=target,
+    )
+    return out.reshape(S, Q, H, R), lse.reshape(S, Q, H)
+
+
+def prefill(
+    q: Queries,
+    source: LatentRows,
+    tables: Int32[Array, "S M"],
+    lengths: Int32[Array, "S"],
+    cu_q_lens: Int32[Array, "S1"],
+    target: Target,
+) -> Attention:
+    """A block is a few tokens, of one sequence or of several; a few heads make many tokens a block, many heads one."""
+    require_addressable("mla_prefill", source.pool)
+    T, H, R = q.latent.shape
+    S = tables.shape[0]
+    owners = ragged.owners(lengths, cu_q_lens, T, source.columns(tables))
+    seen = jnp.where(source.layer_exists, owners.visible, 0)
+    # Tokens of no sequence come last; counted to the last sequence they keep the order within a block.
+    sequence = jnp.where(owners.owned, owners.sequence, np.int32(S - 1))
+    tokens = max(1, PREFILL_ROWS // H)
+    padding = -T % tokens
+    blocks = (T + padding) // tokens
+
+    def rows(x: Array) -> Array:
+        x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1), mode="edge" if x.ndim == 1 else "constant")
+        return jnp.repeat(x, H, axis=0).reshape(blocks, tokens * H) if x.ndim == 1 else x.reshape(blocks, tokens * H, -1)
+
+    out, lse = mla.attend_pages(
+        rows(q.latent),
+        rows(q.rope),
+        source.pool,
+        source.layout,
+        source.layer[None],
+        tables,
+        rows(sequence),
+        rows(seen),
+        q.factor,
+        q.k_scale,
+        None if q.sinks is None else jnp.broadcast_to(jnp.tile(q.sinks, tokens), (blocks, tokens * H)),
+        tokens=tokens,
+        one_sequence=tokens == 1,
+        num_splits=1,
+        out_dtype=q.dtype,
+        target=target,
+    )
+    return out.reshape(-1, H, R)[:T], lse.reshape(-1, H)[:T]
+
+
+def sparse(q: Queries, source: LatentRows, slots: Int32[Array, "T K"], target: Target) -> Attention:
+    """A block is a token."""
+    require_addressable("sparse_mla", source.pool)
+    T, H, _ = q.latent.shape
+    return mla.attend_slots(
+        q.latent,
+        q.rope,
+        source.pool,
+        source.layout,
+        source.layer[None],
+        jnp.where(source.layer_exists, slots, -1),
+        q.factor,
+        q.k_scale,
+        None if q.sinks is None else jnp.broadcast_to(q.sinks, (T, H)),
+        num_splits=None,
+        out_dtype=q.dtype,
+        target=target,
+    )
