@@ -28,7 +28,6 @@ from mla_jax.quantize import finite_amax
 NEG_INF = np.float32(-np.inf)
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
-_LEAST_POWER = np.float32(2.0**-120)
 
 
 class Keys(Protocol):
@@ -142,7 +141,7 @@ def attend(
         factor = factor_ref[block, own]
 
         def visit(carry: Any, tile: Any, walk: Any, visible: Any, limit: Any, careful: bool) -> Any:
-            located, largest, total, power, sums = carry
+            located, largest, total, value_largest, sums = carry
             ahead = keys.fetch(key_refs, block, walk, tile + 1, size)
             place = keys.place(located, layer, tile, size, limit)
             stored = tiles.load_tile(pool_ref, place, fmt, native=tuning.native_fp8, interpret=interpret)
@@ -165,18 +164,22 @@ def attend(
             decay = jnp.exp2(largest - base)
             total = total * decay + jnp.sum(weights, axis=1)
             if stored.power is not None:
-                powers = jnp.where(place.mask, stored.power, _LEAST_POWER)
-                new_power = jnp.maximum(power, jnp.max(powers, axis=0))
-                weights = weights * (powers / new_power)[None, :]
-                decay = decay * (power / new_power)
-                power = new_power
+                # The values of packed rows lack their power, which may exceed float16 in a weight: weights of values have a
+                # maximum of their own, so that the largest is 1 whatever the powers are.
+                exponent = (jax.lax.bitcast_convert_type(stored.power, jnp.int32) >> 23) - 127
+                scores = scores + exponent.astype(jnp.float32)[None, :]
+                new_value_largest = jnp.maximum(value_largest, jnp.max(scores, axis=1))
+                base = jnp.where(new_value_largest == NEG_INF, np.float32(0), new_value_largest)
+                weights = jnp.exp2(scores - base[:, None])
+                decay = jnp.exp2(value_largest - base)
+                value_largest = new_value_largest
             weights = weights.astype(fmt.dtype)
             new_sums = []
             for partial, values in zip(sums, stored.latent, strict=True):
                 if careful:
                     values = jnp.where(jnp.abs(values) < np.inf, values, jnp.zeros((), values.dtype))
                 new_sums.append(partial * decay[:, None] + dot(weights, values, False))
-            return ahead, new_largest, total, power, tuple(new_sums)
+            return ahead, new_largest, total, value_largest, tuple(new_sums)
 
         def walk_keys(walk: Any, carry: Any) -> Any:
             visible = keys.visible(key_refs, block, own, walk)
@@ -198,7 +201,7 @@ def attend(
         carry = (
             jnp.full(shape, NEG_INF),
             jnp.zeros(shape, jnp.float32),
-            jnp.full((), _LEAST_POWER),
+            jnp.full(shape, NEG_INF),
             tuple(jnp.zeros((tuning.rows, width), jnp.float32) for _ in range(planes)),
         )
         bounds = keys.walks(key_refs, block, own)
@@ -206,11 +209,11 @@ def attend(
             carry = walk_keys(None, carry)
         else:
             carry = jax.lax.fori_loop(*bounds, walk_keys, carry)
-        largest, total, power, sums = carry
+        largest, total, value_largest, sums = carry
         is_empty = total == 0
         scale = value_factor_ref[0] / jnp.where(is_empty, np.float32(1), total)
         if fmt.scales is not None:
-            scale = scale * power
+            scale = scale * jnp.where(is_empty, np.float32(1), jnp.exp2(value_largest - largest))
         for i, partial in enumerate(sums):
             out = jnp.where(is_empty[:, None], np.float32(0), partial * scale[:, None])
             out_ref[split, block, i, own, :] = out.astype(out_dtype)

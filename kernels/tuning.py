@@ -110,10 +110,18 @@ def tables() -> Mapping[str, Any]:
 
 
 def table_name(target: Target) -> str:
-    """Which table serves ``target``."""
+    """Which table serves ``target``.
+
+    Raises:
+        NotImplementedError: for a backend that no kernel is lowered for.
+    """
     if target.backend == "cpu":
         return "cpu-interpret"
-    return target.arch if target.arch in tables() else target.backend
+    if target.arch in tables():
+        return target.arch
+    if target.backend not in tables():
+        raise NotImplementedError(f"the Pallas kernels serve CUDA and ROCm, not {target.backend}")
+    return target.backend
 
 
 def write_tuning(target: Target, kernel: WriteKernel) -> WriteTuning:

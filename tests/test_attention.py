@@ -322,8 +322,8 @@ def test_f23_nothing_to_do():
         out, lse = mla.mla_decode(*q, cache, 0, np.zeros((S, M), np.int32), np.full(S, 9, np.int32), out_dtype="bfloat16")
         assert out.shape == (S, Q, 5, 128) and lse.shape == (S, Q, 5)
         assert out.dtype == jnp.bfloat16 and not np.asarray(out).any() and np.isneginf(np.asarray(lse)).all()
-        with pytest.raises(NotImplementedError, match="pallas"):
-            mla.mla_decode(*q, cache, 0, np.zeros((S, M), np.int32), np.zeros(S, np.int32), implementation="pallas")
+        with pytest.raises(NotImplementedError, match="mosaic_gpu"):
+            mla.mla_decode(*q, cache, 0, np.zeros((S, M), np.int32), np.zeros(S, np.int32), implementation="mosaic_gpu")
 
 
 def test_vmap_over_a_cache_is_refused_and_over_queries_allowed(rng):
@@ -415,7 +415,7 @@ WRONG = {
     "k_scale": ({"k_scale": 0.0}, ValueError, "k_scale must be finite and positive"),
     "out_dtype": ({"out_dtype": jnp.float8_e4m3fn}, ValueError, "out_dtype must be None, float32"),
     "implementation": ({"implementation": "cuda"}, ValueError, "implementation must be None or one of"),
-    "pallas": ({"implementation": "pallas"}, NotImplementedError, "no pallas implementation"),
+    "mosaic_gpu": ({"implementation": "mosaic_gpu"}, NotImplementedError, "no mosaic_gpu implementation"),
 }
 
 
@@ -424,7 +424,7 @@ def test_errors_name_what_was_given(wrong):
     change, error, message = WRONG[wrong]
     with pytest.raises(error, match=message):
         mla.mla_decode(**{**arguments(), **change})
-    if wrong != "pallas":
+    if wrong != "mosaic_gpu":
         # The same before anything is computed: shapes alone suffice.
         with pytest.raises(error):
             jax.eval_shape(lambda: mla.mla_decode(**{**arguments(), **change}))

@@ -201,7 +201,7 @@ def test_errors_name_what_was_given():
         ({"head_weights": np.zeros((7, 2), np.int32)}, TypeError, "head_weights"),
         ({"cu_q_lens": np.zeros(2, np.int32)}, ValueError, "cu_q_lens"),
         ({"cache": mla.init_cache(config("index_float32"))}, ValueError, "the cache has no index keys"),
-        ({"implementation": "pallas"}, NotImplementedError, "indexer_logits: there is no pallas implementation"),
+        ({"implementation": "mosaic_gpu"}, NotImplementedError, "indexer_logits: there is no mosaic_gpu implementation"),
     ]
     for change, error, message in wrong:
         with pytest.raises(error, match=message):

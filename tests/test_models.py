@@ -19,7 +19,10 @@ from mla_jax import layers, models
 LOGITS_ATOL = 2e-4
 """float32 against float32 in another order of operations: transformers differs from itself by 3e-5, a real fault by 1 or more."""
 
-NAMES = ["glm_moe_dsa", pytest.param("smooth_glm_moe_dsa", marks=pytest.mark.slow)]
+FAMILIES = ["glm_moe_dsa", "deepseek_v2", "deepseek_v32_fp8_ckpt", "glm4_moe_lite", "deepseek_v3", "kimi_k2"]
+"""A checkpoint of each family; one has FP8 weights in blocks."""
+
+NAMES = [*FAMILIES[:4], *(pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES[4:], "smooth_glm_moe_dsa"))]
 
 
 def relative_rms(got, want) -> float:
@@ -38,11 +41,24 @@ def test_model_equals_transformers(name):
         c_kv, k_rope = mla.read_kv(cache, layer, slots)
         np.testing.assert_allclose(c_kv, arrays[f"c_kv_l{layer}"].reshape(80, 32), atol=2e-5)
         np.testing.assert_allclose(k_rope, arrays[f"k_pe_interleaved_l{layer}"].reshape(80, 16), atol=2e-5)
-        index_k = mla.read_index_k(cache, layer, slots)
-        np.testing.assert_allclose(index_k, arrays[f"index_k_l{layer}"].reshape(80, 32), atol=2e-5)
+        if f"index_k_l{layer}" in arrays:
+            index_k = mla.read_index_k(cache, layer, slots)
+            np.testing.assert_allclose(index_k, arrays[f"index_k_l{layer}"].reshape(80, 32), atol=2e-5)
         if f"topk_l{layer}" in arrays:
             positions = traces[layer].selection.positions
             np.testing.assert_array_equal(positions, arrays[f"topk_l{layer}"].reshape(80, 8))
+        if f"router_ids_l{layer}" in arrays:
+            want = arrays[f"router_ids_l{layer}"].reshape(80, -1)
+            ids, _ = model.layers[layer].mlp.gate(traces[layer].mlp_in)
+            np.testing.assert_array_equal(np.sort(ids, axis=1), np.sort(want, axis=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generated_ids_equal_transformers(name):
+    model, arrays = reference(name)
+    prompts = arrays["input_ids"].tolist()
+    assert models.generate(model, prompts, max_new_tokens=16, stop_ids=(), kv_cache_dtype="float32") == arrays["gen_ids"].tolist()
 
 
 def test_blocks_equal_transformers():

@@ -268,7 +268,7 @@ def test_errors_name_what_was_given():
         ({"cu_q_lens": np.zeros(3, np.float32)}, TypeError, "cu_q_lens"),
         ({"layer": 2}, ValueError, "layer 2 is out of range"),
         ({"k_scale": -1.0}, ValueError, "k_scale"),
-        ({"implementation": "pallas"}, NotImplementedError, "mla_prefill: there is no pallas implementation"),
+        ({"implementation": "mosaic_gpu"}, NotImplementedError, "mla_prefill: there is no mosaic_gpu implementation"),
     ]
     for change, error, message in wrong:
         with pytest.raises(error, match=message):

@@ -37,3 +37,28 @@ def test_speed_table_quotes_the_committed_measurement() -> None:
         assert float(rate) == round(pallas["terabytes_per_second"], 2), layout
         assert float(share) == round(pallas["share_of_copy_rate"], 2), layout
         assert float(xla) == round(rows[layout, op, "xla"]["microseconds"], 1), layout
+
+
+def test_reading_table_quotes_the_committed_measurement() -> None:
+    results = json.loads((ROOT / "benchmarks" / "h200_reads.json").read_text())
+    rows: dict[str, Any] = {r["case"]: r for r in results["reads"]["rows"]}
+    line = r"^\| (\w+ \w+ B=[^|]+) \| ([\d.]+) us \| ([\d.]+) TB/s \| (\d+) TFLOP/s \| (?:([\d.]+) us|-) \| ([\d.]+|-) \|$"
+    quoted = re.findall(line, README.read_text(), re.MULTILINE)
+    assert len(quoted) == len(rows)
+    for case, microseconds, rate, products, peer, share in quoted:
+        row = rows[case]
+        assert float(microseconds) == row["microseconds"], case
+        assert float(rate) == round(row["terabytes_per_second"], 2), case
+        assert float(products) == round(row["teraflops"]), case
+        assert (float(peer) if peer else None) == row["peer_microseconds"], case
+        assert (None if share == "-" else float(share)) == (row["share_of_peer_speed"] and round(row["share_of_peer_speed"], 2)), (
+            case
+        )
+
+
+def test_accuracy_table_quotes_the_committed_measurement() -> None:
+    results = json.loads((ROOT / "benchmarks" / "accuracy.json").read_text())["results"]
+    quoted = re.findall(r"^\| ([\w ]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) to ([\d.]+) \|$", README.read_text(), re.MULTILINE)
+    got = [(name, int(size), float(share), [float(low), float(high)]) for name, size, share, low, high in quoted]
+    want = [(r["format"], r["bytes_per_token"], round(r["accuracy"], 3), r["wilson_95"]) for r in results]
+    assert got == want

@@ -228,7 +228,7 @@ def test_errors_name_what_was_given():
         ({"q_latent": np.zeros((T, H, 64), np.float32)}, ValueError, "q_latent"),
         ({"layer": -1}, ValueError, "layer -1 is out of range"),
         ({"out_dtype": "int32"}, ValueError, "out_dtype"),
-        ({"implementation": "pallas"}, NotImplementedError, "sparse_mla: there is no pallas implementation"),
+        ({"implementation": "mosaic_gpu"}, NotImplementedError, "sparse_mla: there is no mosaic_gpu implementation"),
     ]
     for change, error, message in wrong:
         with pytest.raises(error, match=message):

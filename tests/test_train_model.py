@@ -97,6 +97,7 @@ def test_straight_through_rounds_as_the_cache_does(packed, rng):
     assert largest(grads, of_indexer=True) > 0 and largest(grads, of_indexer=False) > 0
 
 
+@pytest.mark.slow
 def test_each_loss_trains_its_own_part(rng):
     tokens = ids(rng)
     (value, metrics), grads = gradient(stage="dense_warmup")(model(**ONE_LAYER), tokens)

@@ -1,6 +1,6 @@
-"""The Triton IR of a lowered kernel, and the addresses its stores compute.
+"""The Triton IR of a lowered kernel: what it loads from where, and the addresses its stores compute.
 
-Nothing runs: the integer arithmetic of each address is evaluated in numpy at the width the IR gives it, so an offset that
+Nothing runs: the integer arithmetic of a store's address is evaluated in numpy at the width the IR gives it, so an offset that
 would wrap on the chip wraps here.
 """
 
@@ -34,17 +34,54 @@ class Store:
 
 
 @dataclasses.dataclass(frozen=True)
+class Load:
+    """One ``tt.load``.
+
+    Attributes:
+        shape: of the array that it loads from.
+        element: type of its elements ("i32", "bf16", ...).
+        offset: type of its offsets ("i32" or "i64").
+        numbers: how many are loaded, () for one.
+        masked: whether some may be left out.
+    """
+
+    shape: tuple[int, ...]
+    element: str
+    offset: str
+    numbers: tuple[int, ...]
+    masked: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class TritonKernel:
     """The one kernel of a lowered program.
 
     Attributes:
         module: its IR.
         aliases: the ``output_operand_aliases`` of the custom call that holds it, as text.
+        arguments: shapes of its arguments and then of its results.
     """
 
     module: Any
     aliases: str
+    arguments: list[tuple[int, ...]]
     _context: Any
+
+    def loads(self) -> list[Load]:
+        """The loads, whatever control flow they stand in."""
+        with self._context:
+            return [self._load(op) for op in _operations(self.module.operation, "tt.load")]
+
+    def _load(self, op: Any) -> Load:
+        pointer = op.operands[0].owner
+        while pointer.name != "tt.addptr":
+            pointer = pointer.operands[0].owner
+        base = pointer.operands[0]
+        while not hasattr(base, "arg_number"):
+            base = base.owner.operands[0]
+        shape = tuple(int(n) for n in str(op.results[0].type).removeprefix("tensor<").split("x")[:-1])
+        offset = _element(pointer.operands[1].type)
+        return Load(self.arguments[base.arg_number], _element(op.results[0].type), offset, shape, len(op.operands) > 1)
 
     def stores(self, layer: int, slot: Callable[[int], int]) -> list[Store]:
         """The stores of the first program, with addresses for ``layer`` and for row t at ``slot(t)``.
@@ -69,11 +106,12 @@ def triton_kernel(lowered: Any) -> TritonKernel:
     assert len(calls) == 1, f"expected one Triton custom call, got {len(calls)}"
     code = ir.StringAttr(ir.DictAttr(calls[0].attributes["mhlo.backend_config"])["ir"]).value_bytes
     aliases = str(calls[0].attributes["output_operand_aliases"])
+    arguments = [tuple(ir.RankedTensorType(value.type).shape) for value in (*calls[0].operands, *calls[0].results)]
     context = ir.Context()
     with context:
         dialect.register_dialect(context)
         context.load_all_available_dialects()
-        return TritonKernel(module=ir.Module.parse(code), aliases=aliases, _context=context)
+        return TritonKernel(module=ir.Module.parse(code), aliases=aliases, arguments=arguments, _context=context)
 
 
 def _operations(operation: Any, name: str) -> list[Any]:

@@ -5,6 +5,7 @@ The bytes of a call are the stored rows, each once; its operations are those of 
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -74,12 +75,12 @@ def filled_cache(config: CacheConfig, seed: int = 0) -> PagedMLACache:
         codes, scales = rows.encode_index_keys(config.index_layout, k)
         return kv, jnp.concatenate([codes.reshape(64, -1), scales.reshape(64, -1)], axis=1)
 
+    @jax.jit  # as one program, so that a large pool is made once
     def repeat(x: Any) -> Any:
-        times = -(-config.num_pages // 64)
-        return None if x is None else jnp.tile(x, (times, *(1,) * (x.ndim - 1)))[None, : config.num_pages]
+        return x[jnp.arange(config.num_pages) % 64][None]
 
     kv, index = pages()
-    return PagedMLACache(kv=repeat(kv), index=repeat(index), config=config)
+    return PagedMLACache(kv=repeat(kv), index=None if index is None else repeat(index), config=config)
 
 
 def prepare(
@@ -147,10 +148,14 @@ def rates(case: ReadCase, config: CacheConfig, microseconds: float) -> dict[str,
     }
 
 
-def measure(case: ReadCase, flush: Any, ignore: frozenset[str], **options: Any) -> dict[str, Any]:
-    """Device time of one call with L2 cold, and the compiled program's temporaries."""
+def compile_case(case: ReadCase, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The case compiled, and its arguments."""
     fn, args = prepare(case, **options)
-    compiled = jax.jit(fn).lower(*args).compile()
+    return jax.jit(fn).lower(*args).compile(), args
+
+
+def measure(case: ReadCase, compiled: Any, args: tuple[Any, ...], flush: Any, ignore: frozenset[str]) -> dict[str, Any]:
+    """Device time of one call with L2 cold, and the compiled program's temporaries."""
 
     def step() -> Any:
         flush()
@@ -171,8 +176,10 @@ def measure(case: ReadCase, flush: Any, ignore: frozenset[str], **options: Any) 
 def speed(peer: Mapping[str, float] | None = None) -> Iterator[dict[str, Any]]:
     """Every shape; ``peer`` gives microseconds by case name, of a run on the same machine."""
     flush, ignore = make_flush()
-    for case in CASES:
-        row = measure(case, flush, ignore)
+    with ThreadPoolExecutor() as pool:
+        programs = list(pool.map(compile_case, CASES))
+    for case, (compiled, args) in zip(CASES, programs, strict=True):
+        row = measure(case, compiled, args, flush, ignore)
         theirs = (peer or {}).get(case.name)
         row["peer_microseconds"] = None if theirs is None else round(theirs, 1)
         row["share_of_peer_speed"] = None if theirs is None else round(theirs / row["microseconds"], 3)
@@ -186,7 +193,7 @@ def pool_sizes(gibibytes: tuple[int, ...] = POOL_GIB) -> Iterator[dict[str, Any]
         case = ReadCase("decode", layout, 128, 16, 4096)
         for gib in gibibytes:
             two = _CASES[layout].config(GEOMETRY, num_layers=1, num_pages=2, page_size=PAGE)
-            row = measure(case, flush, ignore, num_pages=pages_that_fit(two, gib * 2**30))
+            row = measure(case, *compile_case(case, num_pages=pages_that_fit(two, gib * 2**30)), flush, ignore)
             yield {"pool_gib": gib, **row}
 
 
