@@ -206,6 +206,7 @@ def test_draws_stay_in_the_nucleus_and_follow_its_distribution():
     np.testing.assert_allclose(counts[[2, 0]], [4 / 7, 3 / 7], atol=0.03)
 
 
+@pytest.mark.slow
 def test_top_p_of_a_whole_generation(tiny, continued):
     def draw(top_p, prompts=PROMPTS, **options):
         options = {"temperature": 1.0, "key": jax.random.key(0), **options}

@@ -112,6 +112,7 @@ def one_by_one(model, tokens, cache, slots, tables, lengths, cu_q_lens):
     return x, cache, tuple(traces)
 
 
+@pytest.mark.slow
 def test_scanning_layers_changes_nothing(deep):
     want = jax.jit(one_by_one, compiler_options=dict(QUICK))(deep, *arguments(deep))
     got = jax.jit(lambda model, *call: model.trace(*call), compiler_options=dict(QUICK))(deep, *arguments(deep))
@@ -175,6 +176,7 @@ def test_in_place_over_many_layers(deep):
     mla.assert_in_place(lambda model, *call: model(*call), deep, *call, donate_argnums=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_generation_is_in_place(packed):
     model = models.abstract_model({**TINY, **DEEP, "kv_lora_rank": 128})

@@ -247,7 +247,7 @@ def test_prefill_of_every_layout(layout, rng):
 @pytest.mark.parametrize(
     ("lengths", "new", "heads"),
     [
-        pytest.param([40, 0, 0, 0, 31], [1, 0, 0, 0, 9], 1, id="empty sequences within a block, one head"),
+        pytest.param([40, 0, 0, 0, 31], [1, 0, 0, 0, 9], 1, id="empty sequences within a block, one head", marks=pytest.mark.slow),
         pytest.param([150], [135], 3, id="one sequence of many blocks", marks=pytest.mark.slow),
         pytest.param([7] * 70 + [0, 3], [1] * 70 + [0, 2], 3, id="many sequences a block", marks=pytest.mark.slow),
         pytest.param([40, 9], [12, 3], 64, id="a block a token", marks=pytest.mark.slow),

@@ -46,6 +46,7 @@ def largest(grads: Any, *, of_indexer: bool) -> float:
     return max(float(jnp.max(jnp.abs(g))) for g, own in pairs if own == of_indexer)
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_cached_forward_pass(rng):
     tokens = ids(rng)
     hidden, *_ = run(model(), tokens)
