@@ -119,7 +119,7 @@ def attend(
     if layout.is_plain:
         pool = jax.lax.bitcast_convert_type(pool, layout.number_dtype)
     precision = jax.lax.Precision.HIGHEST if fmt.dtype == jnp.float32 else None
-    # Power-of-two divisions of positive numbers; `//` would guard against negative ones.
+    # The numbers divided are never negative, which `//` would guard against.
     div = jax.lax.div
 
     def dot(a: Any, b: Any, transpose_b: bool) -> Any:

@@ -51,10 +51,28 @@ def index_logits(
     Raises:
         NotImplementedError: where the target has no such kernel, or cannot address the pool or read the layout.
     """
-    (T, h, d), page_size = q.shape, layout.page_size
-    interpret = backend.require("indexer_logits", target)
     backend.require_addressable("indexer_logits", pool)
     tuning = tuning or index_tuning(target)
+    return _index_logits(q, head_weights, pool, layer, tables, sequence, seen, layout=layout, target=target, tuning=tuning)
+
+
+@jax.jit(static_argnames=("layout", "target", "tuning"))
+def _index_logits(
+    q: Float[Array, "T h d"],
+    head_weights: Float[Array, "T h"],
+    pool: Shaped[Array, "layers pages *page"],
+    layer: Int32[Array, "1"],
+    tables: Int32[Array, "S M"],
+    sequence: Int32[Array, "T"],
+    seen: Int32[Array, "T"],
+    *,
+    layout: IndexLayout,
+    target: Target,
+    tuning: IndexTuning,
+) -> Float[Array, "T columns"]:
+    """The kernel, what its operands need before it and its results after it. Jitted, so that eager calls compile once."""
+    (T, h, d), page_size = q.shape, layout.page_size
+    interpret = backend.require("indexer_logits", target)
     word = layout.word_dtype.itemsize
     if layout.dialect is not None and word != 4:
         raise NotImplementedError(f"indexer_logits: the kernel reads words of 4 bytes, keys of width {d} have words of {word}")

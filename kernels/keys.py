@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
@@ -12,6 +13,12 @@ from mla_jax.kernels import backend
 from mla_jax.kernels.tiles import Place
 
 
+def _static() -> Any:
+    """A field that is part of a pytree's structure."""
+    return dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PagedKeys:
     """The first keys of one sequence or more a block, found through block tables.
@@ -29,10 +36,10 @@ class PagedKeys:
     tables: Int32[Array, "S M"]
     sequence: Int32[Array, "blocks rows"]
     seen: Int32[Array, "blocks rows"]
-    page_size: int
-    num_pages: int
-    mixed: bool
-    differ: bool
+    page_size: int = _static()
+    num_pages: int = _static()
+    mixed: bool = _static()
+    differ: bool = _static()
 
     @property
     def operands(self) -> Sequence[Any]:
@@ -69,6 +76,7 @@ class PagedKeys:
         return Place(layer, page, offset, good & (lane < limit - start))
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ListedKeys:
     """The slots listed for each block, one block a token.
@@ -82,9 +90,13 @@ class ListedKeys:
 
     slots: Int32[Array, "blocks K"]
     needed: Int32[Array, "blocks"]
-    page_size: int
-    capacity: int
-    differ: bool = False
+    page_size: int = _static()
+    capacity: int = _static()
+
+    @property
+    def differ(self) -> bool:
+        """All rows of a program are heads of one token."""
+        return False
 
     @property
     def operands(self) -> Sequence[Any]:

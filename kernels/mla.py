@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, Shaped
@@ -68,9 +69,22 @@ def attend_pages(
     # A program whose rows are all of one token sees what the token sees.
     differ = tokens > 1 and (latent.shape[1] // tokens) % tuning.rows != 0
     keys = PagedKeys(tables, sequence, seen, page_size, num_pages, mixed=not one_sequence, differ=differ)
-    columns = tables.shape[1] * page_size
     return _run(
-        "mla_paged", latent, rope, pool, layout, layer, keys, columns, factor, k_scale, sinks, num_splits, out_dtype, target, tuning
+        latent,
+        rope,
+        pool,
+        layer,
+        keys,
+        factor,
+        k_scale,
+        sinks,
+        name="mla_paged",
+        layout=layout,
+        columns=tables.shape[1] * page_size,
+        num_splits=num_splits,
+        out_dtype=out_dtype,
+        target=target,
+        tuning=tuning,
     )
 
 
@@ -98,23 +112,22 @@ def attend_slots(
     lane = jnp.arange(1, slots.shape[1] + 1, dtype=jnp.int32)
     needed = jnp.max(jnp.where((slots > 0) & (slots < capacity), lane, 0), axis=1)
     keys = ListedKeys(slots, needed, page_size, capacity)
-    columns = slots.shape[1]
     return _run(
-        "mla_sparse",
         latent,
         rope,
         pool,
-        layout,
         layer,
         keys,
-        columns,
         factor,
         k_scale,
         sinks,
-        num_splits,
-        out_dtype,
-        target,
-        tuning,
+        name="mla_sparse",
+        layout=layout,
+        columns=slots.shape[1],
+        num_splits=num_splits,
+        out_dtype=out_dtype,
+        target=target,
+        tuning=tuning,
     )
 
 
@@ -123,23 +136,26 @@ def _wide(latent: Array, rope: Array, layout: CacheLayout) -> bool:
     return layout.name == "plain_float32" or jnp.float32 in (latent.dtype, rope.dtype)
 
 
+@jax.jit(static_argnames=("name", "layout", "columns", "num_splits", "out_dtype", "target", "tuning"))
 def _run(
-    name: str,
     latent: Array,
     rope: Array,
     pool: Array,
-    layout: CacheLayout,
     layer: Array,
     keys: Keys,
-    columns: int,
     factor: Array,
     k_scale: Array | None,
     sinks: Array | None,
+    *,
+    name: str,
+    layout: CacheLayout,
+    columns: int,
     num_splits: int | None,
     out_dtype: Any,
     target: Target,
     tuning: AttendTuning,
 ) -> Attention:
+    """The kernel, what its operands need before it and its results after it. Jitted, so that eager calls compile once."""
     blocks, rows, _ = latent.shape
     fmt = tiles.row_format(layout, wide=_wide(latent, rope, layout), native=tuning.native_fp8, joined=tuning.join_planes)
     q = arrange_queries(latent, rope, factor, fmt, tuning.rows)

@@ -648,3 +648,18 @@ def test_a_selection_is_shared_between_layers(rng):
         want = reference.attention(q_latent, q_rope, latent, rope, allowed, case.config.geometry.softmax_scale)
         check(got, want, *tolerances("plain_bfloat16", np.float32))
     assert share._cache_size() == 1
+
+
+def test_a_second_eager_call_compiles_nothing(rng):
+    # A kernel outside of any jit would be traced and compiled again at each call.
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, duration, **_: compiled.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    case, q = usual(rng, "raw_e4m3fn")
+    cache = case.cache()
+    counts = []
+    for _ in range(3):
+        mla.mla_decode(*q, cache, LAYER, case.tables, case.lengths, implementation="pallas")
+        counts.append(len(compiled))
+    assert 0 < counts[0] == counts[1] == counts[2]
