@@ -121,6 +121,7 @@ def learned(stage: train.Stage, rate: float, tokens: np.ndarray, **options: Any)
     return history
 
 
+@pytest.mark.slow
 def test_a_few_sparse_steps_learn_a_batch(rng):
     first, *_, last = learned("sparse", 0.1, ids(rng), balance_weight=0.01)
     assert last.cross_entropy < 0.9 * first.cross_entropy
