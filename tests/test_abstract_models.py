@@ -210,6 +210,7 @@ def test_programs_do_not_grow_with_layers(changes, full, shared):
     assert many["rsqrt"] == 5 * full + 4 * shared + 1
 
 
+@pytest.mark.slow
 def test_a_model_can_be_described_in_three_ways(tmp_path):
     folder = models.demo_checkpoint()
     spec = models.load_spec(folder)

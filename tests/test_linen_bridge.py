@@ -79,6 +79,7 @@ def make_block(*, rngs: nnx.Rngs) -> layers.Block:
     return layers.Block(attention, mlp, SPEC.hidden_size, norm_eps=1e-6, dtype=jnp.float32)
 
 
+@pytest.mark.slow
 def test_a_block_is_part_of_a_linen_module(model, rng):
     cache, *places = batch(model)
     x, step = jnp.float32(rng.normal(size=(6, 5))), layers.make_step(*places, rope=SPEC.rope)

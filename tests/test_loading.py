@@ -127,6 +127,7 @@ def test_a_bar_is_shown_where_it_is_wanted(capfd, monkeypatch):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.slow), "bfloat16"])
 def test_assembling_on_the_device_gives_the_same(monkeypatch, dtype):
     want = leaves(models.from_pretrained(DATA / "glm_moe_dsa", dtype))

@@ -369,6 +369,7 @@ def test_rows_that_a_token_does_not_see_change_none_of_its_bits(layout, rng):
             assert same_bits([part[s, 0] for part in got], [part[s, 0] for part in base]), f"a later row of size {size:g} does"
 
 
+@pytest.mark.slow
 def test_nan_in_prefilled_and_listed_rows(rng):
     case, cu = batch(rng, "raw_e4m3fnuz", LENGTHS), sums(NEW)
     q, slots = queries(rng, T, H, dtype=jnp.bfloat16), listed(rng, case, 6, LANES)
@@ -533,6 +534,7 @@ def test_f23_nothing_to_do():
 # ---- scales of packed rows ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["packed_pow2", "packed_fp32"])
 def test_packed_scales_of_any_size(layout, rng):
     # Two groups a row: all tiny, all huge, and both in one row. The softmax scale keeps the logits of order 1.
@@ -581,6 +583,7 @@ def test_bits_of_a_sequence_do_not_depend_on_its_companions(layout, rng):
     assert same_bits(ask(dataclasses.replace(case, tables=wide), q), base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["packed_fp32", *slow("raw_e4m3fnuz", "plain_bfloat16", "packed_pow2")])
 def test_bits_of_a_prefill_do_not_depend_on_companions(layout, rng):
     case, cu = batch(rng, layout, LENGTHS), sums(NEW)
@@ -622,6 +625,7 @@ def test_pages_are_read_wherever_they_are(rng):
 # ---- one selection for several layers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_selection_is_shared_between_layers(rng):
     # IndexShare: a layer without an indexer attends to the tokens that an earlier layer chose. Slots are the same in every layer,
     # so the earlier layer's slots and another layer number are all it takes.

@@ -17,7 +17,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL) if README.exists() else []
 
 
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
+@pytest.mark.parametrize(
+    # Those that run a model take a while to compile.
+    "number",
+    [pytest.param(i, marks=[pytest.mark.slow] * ("models" in block)) for i, block in enumerate(blocks("python"))],
+)
 def test_python_blocks_run(number: int) -> None:
     exec(compile(blocks("python")[number], f"README block {number}", "exec"), {})
 

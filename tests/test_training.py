@@ -208,6 +208,7 @@ def test_nan_that_is_seen_reaches_those_who_see_it(rng):
     assert np.all(np.isfinite(out[0, 0])) and np.all(np.isnan(out[0, 1:])) and np.all(np.isnan(lse[0, 1:]))
 
 
+@pytest.mark.slow
 def test_chunks_change_nothing(rng, monkeypatch):
     arrays = [f32(a) for a in inputs(rng, 2, 5, 6)]
     positions = np.array(rng.integers(-1, 6, (2, 5, 3)), np.int32)
@@ -423,6 +424,7 @@ def test_straight_through_is_a_write_and_a_read(layout, rng):
     assert np.array_equal(grads[0], upstream) and np.all(np.asarray(grads[1]) == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", helpers.INDEX_LAYOUTS)
 def test_straight_through_of_index_keys(layout, rng):
     config = helpers.config(layout, head_dim=160)
