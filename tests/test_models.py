@@ -97,7 +97,9 @@ def test_fp8_caches_round_little(kv_cache_dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_both_spellings_give_one_spec(name):
-    assert models.parse_config(config_of(name)) == models.parse_config(config_of(name, "config_release.json"))
+    new, released = (models.parse_config(config_of(name, file)) for file in ("config.json", "config_release.json"))
+    # transformers runs Kimi-K2 as the DeepSeek-V3 that it is; the released name is Kimi's.
+    assert dataclasses.replace(new, model_type=released.model_type) == released
 
 
 def test_latent_norm_eps_is_a_choice():
