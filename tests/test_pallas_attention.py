@@ -658,7 +658,7 @@ def test_a_second_eager_call_compiles_nothing(rng):
     # A kernel outside of any jit would be traced and compiled again at each call.
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda name, duration, **_: compiled.append(name) if name.endswith("backend_compile_duration") else None
+        lambda event, duration_secs, **kwargs: compiled.append(event) if event.endswith("backend_compile_duration") else None
     )
     case, q = usual(rng, "raw_e4m3fn")
     cache = case.cache()
