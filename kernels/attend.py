@@ -33,9 +33,9 @@ LN_2 = np.float32(0.6931471805599453)
 class Keys(Protocol):
     """Which stored rows a block's queries see, and in what order.
 
-    ``operands`` reach ``refs`` inside the kernel. One walk over the keys is made for each of ``walks``; ``begin`` says, for a walk
-    and the rows of a program, how many keys each row sees; ``fetch`` loads what locates a tile, which the loop does one tile ahead;
-    ``place`` turns that into a place.
+    ``operands`` reach ``refs`` inside the kernel. One walk over the keys is made for each of ``walks``; ``visible`` says, for a
+    walk and the rows of a program, how many keys each row sees; ``fetch`` loads what locates a tile, which the loop does one tile
+    ahead; ``place`` turns that into a place.
     """
 
     @property
@@ -43,7 +43,6 @@ class Keys(Protocol):
     @property
     def differ(self) -> bool:
         """Whether the rows of one program may see different keys."""
-        ...
 
     def walks(self, refs: Sequence[Any], block: Any, rows: Any) -> tuple[Any, Any] | None: ...
     def visible(self, refs: Sequence[Any], block: Any, rows: Any, walk: Any) -> Int32[Array, "M"]: ...
@@ -78,9 +77,7 @@ def arrange_queries(
     factors = jnp.broadcast_to(logit_factor, latent.shape[:2])
     if fmt.dtype == jnp.float16:
         amax = jnp.maximum(finite_amax(latent), finite_amax(rope)) if rope.shape[-1] else finite_amax(latent)
-        bits = jax.lax.bitcast_convert_type(jnp.maximum(amax, np.float32(2.0**-100)), jnp.uint32) & np.uint32(0x7F800000)
-        power = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        reciprocal = jax.lax.bitcast_convert_type(np.uint32(0x7F000000) - bits, jnp.float32)
+        power, reciprocal = tiles.fit_float16(amax)
         latent, rope = (part.astype(jnp.float32) * reciprocal[..., None] for part in (latent, rope))
         factors = factors * power
 

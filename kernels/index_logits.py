@@ -32,7 +32,6 @@ def index_logits(
     seen: Int32[Array, "T"],
     *,
     target: Target,
-    tuning: IndexTuning | None = None,
 ) -> Float[Array, "T columns"]:
     """float32 [T, M * page_size]; -inf where a token sees no key.
 
@@ -46,13 +45,12 @@ def index_logits(
         sequence: int32[T], ascending.
         seen: int32[T], keys that each token sees.
         target: the device.
-        tuning: None: the table's.
 
     Raises:
         NotImplementedError: where the target has no such kernel, or cannot address the pool or read the layout.
     """
     backend.require_addressable("indexer_logits", pool)
-    tuning = tuning or index_tuning(target)
+    tuning = index_tuning(target)
     return _index_logits(q, head_weights, pool, layer, tables, sequence, seen, layout=layout, target=target, tuning=tuning)
 
 
@@ -93,9 +91,9 @@ def _index_logits(
     weights, queries = head_weights.astype(jnp.float32), q
     if not wide:
         # Each query is divided by a power of two, so that it fits float16; its head's weight takes the power.
-        bits = jax.lax.bitcast_convert_type(jnp.maximum(finite_amax(q), np.float32(2.0**-100)), jnp.uint32) & np.uint32(0x7F800000)
-        weights = weights * jax.lax.bitcast_convert_type(bits, jnp.float32)
-        queries = q.astype(jnp.float32) * jax.lax.bitcast_convert_type(np.uint32(0x7F000000) - bits, jnp.float32)[..., None]
+        power, reciprocal = tiles.fit_float16(finite_amax(q))
+        weights = weights * power
+        queries = q.astype(jnp.float32) * reciprocal[..., None]
     pieces = _pieces(layout)
     words = _pad(queries.astype(dtype), tokens, heads).reshape(blocks, rows, d)
     arranged = [

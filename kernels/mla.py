@@ -36,7 +36,6 @@ def attend_pages(
     num_splits: int | None,
     out_dtype: Any,
     target: Target,
-    tuning: AttendTuning | None = None,
 ) -> Attention:
     """Blocks of rows that see the first ``seen`` keys of their sequences.
 
@@ -57,13 +56,12 @@ def attend_pages(
         num_splits: parts the keys are divided into; None: by shapes.
         out_dtype: of the output.
         target: the device.
-        tuning: None: the table's.
 
     Raises:
         NotImplementedError: where the target has no such kernel, or cannot address the pool or read the layout.
     """
     page_size, num_pages = pool.shape[2], pool.shape[1]
-    tuning = tuning or attend_tuning(target, "dense", layout, latent.shape[1], _wide(latent, rope, layout))
+    tuning = attend_tuning(target, "dense", layout, latent.shape[1], _wide(latent, rope, layout))
     padding = -latent.shape[1] % tuning.rows
     sequence, seen = (jnp.pad(x, ((0, 0), (0, padding)), mode="edge") for x in (sequence, seen))
     # A program whose rows are all of one token sees what the token sees.
@@ -102,11 +100,10 @@ def attend_slots(
     num_splits: int | None,
     out_dtype: Any,
     target: Target,
-    tuning: AttendTuning | None = None,
 ) -> Attention:
     """Tokens whose heads see the rows at ``slots``; arguments as in :func:`attend_pages`."""
     page_size, num_pages = pool.shape[2], pool.shape[1]
-    tuning = tuning or attend_tuning(target, "sparse", layout, latent.shape[1], _wide(latent, rope, layout))
+    tuning = attend_tuning(target, "sparse", layout, latent.shape[1], _wide(latent, rope, layout))
     capacity = page_size * num_pages
     slots = jnp.pad(slots, ((0, 0), (0, -slots.shape[1] % tuning.keys)), constant_values=-1)
     lane = jnp.arange(1, slots.shape[1] + 1, dtype=jnp.int32)

@@ -110,6 +110,13 @@ def row_format(layout: CacheLayout, *, wide: bool, native: bool, joined: bool) -
     return RowFormat(latent, rope, dtype, rope_dtype, scales, layout.dialect, factor, joined)
 
 
+def fit_float16(amax: Float[Array, "*lead"]) -> tuple[Float[Array, "*lead"], Float[Array, "*lead"]]:
+    """The power of two below ``amax`` and its reciprocal, exact: numbers up to amax, times the latter, are below 2."""
+    bits = jax.lax.bitcast_convert_type(jnp.maximum(amax, np.float32(2.0**-100)), jnp.uint32) & np.uint32(0x7F800000)
+    reciprocal = jax.lax.bitcast_convert_type(np.uint32(0x7F000000) - bits, jnp.float32)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32), reciprocal
+
+
 def split(x: Shaped[Array, "*lead n"], piece: Piece) -> Shaped[Array, "*lead planes width"]:
     """Columns as planes, widened with zeros."""
     x = jnp.swapaxes(x.reshape(*x.shape[:-1], piece.words, piece.numbers), -1, -2)

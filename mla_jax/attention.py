@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from mla_jax import checks, pallas_attention, ragged
@@ -148,9 +147,7 @@ def _decode(q: Queries, source: LatentRows, tables: Int32[Array, "S M"], lengths
     """Sequences are the lanes; all advance together, as far as the longest needs."""
     S, Q, H, R = q.latent.shape
     columns = source.columns(tables)
-    later = jnp.arange(Q, dtype=jnp.int32) - np.int32(Q - 1)
-    visible = jnp.clip(jnp.maximum(lengths, 0)[:, None] + later, 0, columns)
-    visible = jnp.where(source.layer_exists, visible, 0)
+    visible = source.decode_visible(tables, lengths, Q)
     chunk = ragged.chunk_keys(columns, S * lane_floats(R + q.rope.shape[-1], Q, H))
     asked = q.latent.astype(jnp.float32), q.rope.astype(jnp.float32)
     every = jnp.arange(S, dtype=jnp.int32)

@@ -43,6 +43,12 @@ class LatentRows:
         """Keys that a table has room for, as far as int32 counts."""
         return min(tables.shape[1] * self.page_size, int(ragged.INT32_MAX))
 
+    def decode_visible(self, tables: Int32[Array, "S M"], lengths: Int32[Array, "S"], Q: int) -> Int32[Array, "S Q"]:
+        """How many keys each of Q new tokens a sequence sees."""
+        later = jnp.arange(Q, dtype=jnp.int32) - np.int32(Q - 1)
+        visible = jnp.clip(jnp.maximum(lengths, 0)[:, None] + later, 0, self.columns(tables))
+        return jnp.where(self.layer_exists, visible, 0)
+
     def gather(
         self, pages: Int32[Array, "G C"], offsets: Int32[Array, "G C"]
     ) -> tuple[Float[Array, "G C R"], Float[Array, "G C P"]]:

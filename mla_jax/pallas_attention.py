@@ -28,9 +28,7 @@ def decode(
     """A block is a sequence with its Q tokens."""
     require_addressable("mla_decode", source.pool)
     S, Q, H, R = q.latent.shape
-    later = jnp.arange(Q, dtype=jnp.int32) - np.int32(Q - 1)
-    seen = jnp.clip(jnp.maximum(lengths, 0)[:, None] + later, 0, source.columns(tables))
-    seen = jnp.where(source.layer_exists, seen, 0)
+    seen = source.decode_visible(tables, lengths, Q)
     sequence = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[:, None], (S, Q * H))
     out, lse = mla.attend_pages(
         q.latent.reshape(S, Q * H, R),
