@@ -253,7 +253,7 @@ def test_default_dtypes_of_the_output():
     fp8 = (jnp.float8_e4m3fn, jnp.float8_e4m3fnuz, jnp.float8_e5m2)
     for dtype, default in ((np.float32,) * 2, (jnp.bfloat16,) * 2, (np.float16,) * 2, *((d, jnp.bfloat16) for d in fp8)):
         q = jax.ShapeDtypeStruct((2, 1, 5, 128), dtype), jax.ShapeDtypeStruct((2, 1, 5, 16), np.float32)
-        for asked, want in ((None, default), ("float16", np.float16), (jnp.float32, np.float32)):
+        for asked, want in ((None, default), ("float16", np.float16), (np.dtype(np.float32), np.float32)):
             out, lse = jax.eval_shape(functools.partial(mla.mla_decode, out_dtype=asked), *q, cache, 0, tables, lengths)
             assert (out.dtype, lse.dtype) == (want, np.float32)
 
