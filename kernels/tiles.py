@@ -247,18 +247,24 @@ def code_factor(dialect: Dialect, numbers: int, native: bool) -> float:
 
 
 def _placed_bits(words: Any, b: int, dialect: Dialect) -> Any:
-    """uint16 bits of float16 numbers from byte ``b`` of each word; NaN where the code is NaN."""
+    """uint16 bits of float16 numbers from byte ``b`` of each word; NaN where the code is NaN.
+
+    The bits go where float16 has them, two codes to a register where the chip has such instructions.
+    """
     codes = (words >> (8 * b)).astype(jnp.uint16) if b else words.astype(jnp.uint16)
+    upper = codes << np.uint16(8)
     if dialect == "e5m2":
-        return codes << np.uint16(8)
-    sign = (codes & np.uint16(0x80)) << np.uint16(8)
-    magnitude = (codes & np.uint16(0x7F)) << np.uint16(7)
+        return upper
+    # Shifted by one with its sign, the code's sign stays where it is and its magnitude is 128 times itself.
+    moved = jax.lax.bitcast_convert_type(upper, jnp.int16) >> np.int16(1)
+    placed = jax.lax.bitcast_convert_type(moved, jnp.uint16) & np.uint16(0xBF80)
     if dialect == "e4m3fn":
         # One more than the largest magnitude is bit 14, and with that the exponent is full.
-        return sign | magnitude | ((magnitude + np.uint16(0x80)) & np.uint16(0x4000))
-    # The NaN of fnuz is the sign without a magnitude: bit 14 of the sum is set for every other magnitude.
-    is_nan = (sign >> np.uint16(1)) & ~(magnitude + np.uint16(0x3F80)) & np.uint16(0x4000)
-    return sign | magnitude | is_nan | (is_nan - (is_nan >> np.uint16(7)))
+        return placed | ((placed + np.uint16(0x80)) & np.uint16(0x4000))
+    # The NaN of fnuz is the sign alone: the least of all integers, and the only one that is less than the one before it, which
+    # wraps to a NaN of float16.
+    number = jax.lax.bitcast_convert_type(placed, jnp.int16)
+    return jax.lax.bitcast_convert_type(jnp.maximum(number, number - np.int16(1)), jnp.uint16)
 
 
 _FROM_E4M3 = """{{
