@@ -119,7 +119,10 @@ def _index_logits(
         else:
             stored = []
             for piece in pieces:
-                lane = jnp.minimum(jax.lax.broadcasted_iota(jnp.int32, (1, piece.width), 1), np.int32(piece.words - 1))
+                lane = jax.lax.broadcasted_iota(jnp.int32, (1, piece.width), 1)
+                if piece.width > piece.words:
+                    # Within the key. Not where it changes nothing: the compiler would no longer see neighbours to load together.
+                    lane = jnp.minimum(lane, np.int32(piece.words - 1))
                 loaded = load(pool_ref, place, offset[:, None] * np.int32(d // 4) + piece.start + lane)
                 stored.append(tiles.decode_codes(loaded, layout.dialect, dtype, native=tuning.native_fp8))
         result: Any = None

@@ -32,8 +32,9 @@ def owners(
 ) -> Owners:
     """The owners of ``num_tokens`` tokens, none of which sees more than ``limit`` keys. S must not be 0."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    # Exact for ascending cu_q_lens; for any other something in range, which the comparison below then rejects.
-    sequence = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)
+    # Exact for ascending cu_q_lens; for any other something in range, which the comparison below then rejects. Comparing with
+    # all of them is one fused kernel; a binary search would be a loop that a GPU's host has to drive.
+    sequence = jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all").astype(jnp.int32)
     sequence = jnp.minimum(sequence, np.int32(lengths.shape[0] - 1))
     end = cu_q_lens[sequence + 1]
     owned = (cu_q_lens[sequence] <= token) & (token < end)
