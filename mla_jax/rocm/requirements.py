@@ -1,0 +1,180 @@
+"""What the compiled code of a kernel has to keep, each a check of its own with a name.
+
+Byte counts are of one lane: a wave's access is 64 of them. Limits follow from the chip and from what the kernel is for; none is
+fitted to what the compiler happens to give.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from mla_jax.rocm.cases import RocmCase
+from mla_jax.rocm.chips import CHIPS
+from mla_jax.rocm.code_object import CodeObject
+from mla_jax.rocm.program import Launch, Program
+
+_WIDTHS = {"ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+
+MAX_TEMPORARY = 2**20
+"""Bytes of temporaries that a writer may have: none of them may be of a pool's size."""
+
+
+def accesses(code: CodeObject, kind: str) -> dict[int, int]:
+    """How many instructions of a kind ("load" or "store") on device memory there are, by bytes a lane."""
+    found: dict[int, int] = {}
+    for name, count in code.instructions.items():
+        match = re.fullmatch(rf"(?:global|flat|buffer)_{kind}_(?:(\w+?)(?:_d16\w*)?|(?:short|sbyte|ubyte)_d16\w*)", name)
+        if match:
+            width = _WIDTHS.get(match[1] or name.split("_")[2], 0)
+            found[width] = found.get(width, 0) + count
+    return dict(sorted(found.items()))
+
+
+def matrix_instructions(code: CodeObject) -> dict[str, int]:
+    """Matrix instructions by mnemonic."""
+    return {name: n for name, n in sorted(code.instructions.items()) if name.startswith(("v_mfma", "v_smfmac"))}
+
+
+def conversions(code: CodeObject) -> dict[str, int]:
+    """Conversions from and to FP8 by mnemonic."""
+    return {name: n for name, n in sorted(code.instructions.items()) if re.search(r"cvt.*(fp8|bf8)", name)}
+
+
+def _pool_bytes(case: RocmCase) -> int:
+    return case.config.capacity * case.config.bytes_per_token
+
+
+def one_kernel(case: RocmCase, program: Program, launch: Launch) -> str | None:
+    """The library's work is one launch."""
+    return None if len(program.kernels) == 1 else f"{len(program.kernels)} launches of the library's kernels, expected 1"
+
+
+def in_place(case: RocmCase, program: Program, launch: Launch) -> str | None:
+    """Writers alias every pool and allocate nothing of its size; readers allocate nothing of a pool's size."""
+    pools = _pool_bytes(case)
+    if not case.writes:
+        limit = pools // 4
+        return None if program.temporary_bytes < limit else f"{program.temporary_bytes} bytes of temporaries for {pools} of pools"
+    if program.aliased_bytes < pools:
+        return f"{program.aliased_bytes} bytes are aliased, the pools have {pools}"
+    if program.temporary_bytes >= MAX_TEMPORARY:
+        return f"{program.temporary_bytes} bytes of temporaries, allowed are less than {MAX_TEMPORARY}"
+    return None
+
+
+def no_spills(case: RocmCase, program: Program, launch: Launch) -> str | None:
+    """Every number stays in registers."""
+    assert launch.code is not None
+    if launch.code.spills or launch.code.scratch_bytes:
+        return f"{launch.code.spills} registers spilled, {launch.code.scratch_bytes} bytes of scratch a lane"
+    return None
+
+
+def fits(case: RocmCase, program: Program, launch: Launch) -> str | None:
+    """A compute unit holds at least one work group."""
+    chip = CHIPS[case.arch]
+    assert launch.code is not None
+    waves = chip.waves(launch.code.registers, launch.total_lds_bytes, launch.waves_per_group())
+    if waves:
+        return None
+    return f"no work group fits: {launch.code.registers} registers, {launch.total_lds_bytes} of {chip.lds_bytes} bytes of LDS"
+
+
+def wide_stores(case: RocmCase, program: Program, launch: Launch) -> str | None:
+    """Writers store at least 4 bytes a lane: no scatter of bytes."""
+    assert launch.code is not None
+    stores = accesses(launch.code, "store")
+    if case.writes and (not stores or min(stores) < 4):
+        return f"stores by bytes a lane: {stores}, the least allowed is 4"
+    return None
+
+
+def wide_loads(case: RocmCase, program: Program, launch: Launch) -> str | None:
+    """What is read in bulk (a writer's inputs, a reader's rows) comes 8 or 16 bytes a lane."""
+    assert launch.code is not None
+    loads = accesses(launch.code, "load")
+    total, wide = sum(k * n for k, n in loads.items()), sum(k * n for k, n in loads.items() if k >= 8)
+    if 4 * wide < 3 * total:
+        return f"loads by bytes a lane: {loads}, three quarters of the bytes have to come in 8 or 16"
+    return None
+
+
+def matrix_units(case: RocmCase, program: Program, launch: Launch) -> str | None:
+    """Products run on the matrix units, in the type that the stored rows and the query make."""
+    assert launch.code is not None
+    if case.writes:
+        return None
+    used = matrix_instructions(launch.code)
+    wanted = matrix_types(case)
+    kinds = {name.rsplit("x", 1)[1].split("_", 1)[-1] for name in used}
+    missing = [kind for kind in wanted if not any(_is_kind(name, kind) for name in used)]
+    if missing or not used:
+        return f"no matrix instruction of {', '.join(missing) or 'any kind'}; there are {sorted(kinds) or 'none'}"
+    return None
+
+
+def _is_kind(name: str, kind: str) -> bool:
+    suffix = {"float16": r"_f16", "bfloat16": r"_bf16(_1k)?", "float32": r"_f32", "float8": r"(_fp8_fp8|_f8f6f4)"}[kind]
+    return re.fullmatch(rf"v_mfma_\w*?\d+x\d+x\d+{suffix}", name) is not None
+
+
+def matrix_types(case: RocmCase) -> tuple[str, ...]:
+    """Operand types of the products of a case."""
+    layout = case.config.layout
+    if case.op == "indexer":
+        index = case.config.index_layout
+        assert index is not None
+        return ("float32",) if index.dialect is None else ("float16",)
+    if layout.is_plain:
+        return (str(layout.number_dtype),)
+    return ("float16", "bfloat16") if layout.is_packed else ("float16",)
+
+
+def encodes(case: RocmCase, program: Program, launch: Launch) -> str | None:
+    """A writer of FP8 holds the arithmetic of its encoder: conversions, or the integer form's rounding."""
+    assert launch.code is not None
+    if not case.writes:
+        return None
+    layout = case.config.layout if case.op == "write" else case.config.index_layout
+    if layout is None or layout.dialect is None:
+        return None
+    clamps = launch.code.count(r"v_(med3|min|max|minimum|maximum|cmp_\w+)_[fui]\d+\w*")
+    rounds = launch.code.count(r"v_(bfe|add3|perm|and_or|lshl_or)_[bui]\d+\w*") + sum(conversions(launch.code).values())
+    if not clamps or not rounds:
+        return f"the encoder is missing: {clamps} clamps, {rounds} roundings or conversions"
+    return None
+
+
+def wide_addresses(case: RocmCase, program: Program, launch: Launch) -> str | None:
+    """Pools beyond 4 GiB are addressed with 64-bit products of page and row."""
+    assert launch.code is not None
+    if case.pool_bytes <= 2**32:
+        return None
+    if launch.code.count(r"(v|s)_(mad_[ui]64_[ui]32|mul_hi_[ui]32|lshl(rev)?_b64|lshl_add_u64)\w*"):
+        return None
+    return "no 64-bit arithmetic for addresses in a pool beyond 4 GiB"
+
+
+CHECKS: tuple[Callable[[RocmCase, Program, Launch], str | None], ...] = (
+    one_kernel,
+    in_place,
+    no_spills,
+    fits,
+    wide_stores,
+    wide_loads,
+    matrix_units,
+    encodes,
+    wide_addresses,
+)
+
+
+def shortfalls(case: RocmCase, program: Program) -> dict[str, str]:
+    """Requirements that a compiled case falls short of: name and what was found."""
+    if not program.kernels or program.kernels[0].code is None:
+        return {"one_kernel": "no kernel of the library was compiled"}
+    found: dict[str, Any] = {}
+    for check in CHECKS:
+        message = check(case, program, program.kernels[0])
+        if message is not None:
+            found[check.__name__] = message
+    return found
