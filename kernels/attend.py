@@ -17,17 +17,22 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped, UInt8
 
 from mla_jax.devices import Target
 from mla_jax.kernels import backend, tiles
 from mla_jax.kernels.tuning import AttendTuning
-from mla_jax.layout import CacheLayout
-from mla_jax.quantize import finite_amax
+from mla_jax.layout import CacheLayout, Dialect
+from mla_jax.quantize import encode_bits, finite_amax
 
 NEG_INF = np.float32(-np.inf)
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
+
+QUERY_SCALE = 64.0
+"""What FP8 queries below 2 are multiplied by: within e4m3fnuz's 240, and far above its subnormals."""
+WEIGHT_SCALE = 128.0
+"""What FP8 weights, at most 1, are multiplied by."""
 
 
 class Keys(Protocol):
@@ -72,24 +77,33 @@ def arrange_queries(
     fmt: tiles.RowFormat,
     program_rows: int,
 ) -> QueryRows:
-    """Queries in the types and planes of ``fmt``. For float16 each row is divided by a power of two, so that it fits."""
+    """Queries in the types and planes of ``fmt``. For float16 and FP8 each row is divided by a power of two, so that it fits."""
     logit_factor = factor * LOG2_E * np.float32(fmt.factor)
     factors = jnp.broadcast_to(logit_factor, latent.shape[:2])
-    if fmt.dtype == jnp.float16:
+    if fmt.dtype == jnp.float16 or fmt.coded:
         amax = jnp.maximum(finite_amax(latent), finite_amax(rope)) if rope.shape[-1] else finite_amax(latent)
         power, reciprocal = tiles.fit_float16(amax)
         latent, rope = (part.astype(jnp.float32) * reciprocal[..., None] for part in (latent, rope))
         factors = factors * power
+    if fmt.coded:
+        assert fmt.dialect is not None
+        factors = factors * np.float32(1 / QUERY_SCALE)
+        latent, rope = (_coded(part * np.float32(QUERY_SCALE), fmt.dialect) for part in (latent, rope))
 
     def planes(x: Array, piece: tiles.Piece, dtype: Any) -> Array:
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % program_rows), (0, 0)))
-        return jnp.swapaxes(tiles.split(x.astype(dtype), piece), 1, 2)
+        return jnp.swapaxes(tiles.split(x if fmt.coded else x.astype(dtype), piece), 1, 2)
 
     return QueryRows(
         planes(latent, fmt.arrangement(fmt.latent), fmt.dtype),
         planes(rope, fmt.arrangement(fmt.rope), fmt.rope_dtype) if fmt.rope is not None else None,
         jnp.pad(factors, ((0, 0), (0, -factors.shape[1] % program_rows))),
     )
+
+
+def _coded(x: Float[Array, "*lead"], dialect: Dialect) -> UInt8[Array, "*lead"]:
+    """FP8 codes of numbers."""
+    return encode_bits(x, dialect, source=x).astype(jnp.uint8)
 
 
 def attend(
@@ -121,6 +135,8 @@ def attend(
 
     def dot(a: Any, b: Any, transpose_b: bool) -> Any:
         contract = ((1,), (1 if transpose_b else 0,))
+        if fmt.coded:
+            a, b = (jax.lax.bitcast_convert_type(x, fmt.dtype) for x in (a, b))
         return jax.lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
     def kernel(layer_ref: Any, value_factor_ref: Any, latent_ref: Any, factor_ref: Any, *refs: Any) -> None:
@@ -170,10 +186,12 @@ def attend(
                 weights = jnp.exp2(scores - base[:, None])
                 decay = jnp.exp2(value_largest - base)
                 value_largest = new_value_largest
-            weights = weights.astype(fmt.dtype)
+            weights = _coded(weights * np.float32(WEIGHT_SCALE), fmt.dialect) if fmt.coded else weights.astype(fmt.dtype)
             new_sums = []
             for partial, values in zip(sums, stored.latent, strict=True):
-                if careful:
+                if careful and fmt.coded:
+                    values = tiles.finite_codes(values, fmt.dialect)
+                elif careful:
                     values = jnp.where(jnp.abs(values) < np.inf, values, jnp.zeros((), values.dtype))
                 new_sums.append(partial * decay[:, None] + dot(weights, values, False))
             return ahead, new_largest, total, value_largest, tuple(new_sums)

@@ -30,6 +30,11 @@ def load(ref: Any, index: tuple[Any, ...], mask: Any, other: Any, *, interpret: 
     return pallas_triton.load(ref.at[index], mask=mask, other=other)
 
 
+def store(ref: Any, index: tuple[Any, ...], values: Any, mask: Any) -> None:
+    """``ref[index] = values`` where ``mask`` (broadcast to the values) holds. Interpret mode knows no such store."""
+    pallas_triton.store(ref.at[index], values, mask=jnp.broadcast_to(mask, values.shape))
+
+
 def assembly(text: str, constraints: str, pack: int, out: Any, *args: Any) -> Any:
     """One piece of PTX for every ``pack`` elements of ``args``. It cannot be interpreted and binds a kernel to one vendor.
 

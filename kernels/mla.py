@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from mla_jax.devices import Target
 from mla_jax.kernels import tiles
-from mla_jax.kernels.attend import LN_2, LOG2_E, NEG_INF, Keys, arrange_queries, attend
+from mla_jax.kernels.attend import LN_2, LOG2_E, NEG_INF, WEIGHT_SCALE, Keys, arrange_queries, attend
 from mla_jax.kernels.keys import ListedKeys, PagedKeys
 from mla_jax.kernels.tuning import AttendTuning, attend_tuning, default_splits
 from mla_jax.layout import CacheLayout
@@ -35,6 +35,7 @@ def attend_pages(
     one_sequence: bool,
     num_splits: int | None,
     out_dtype: Any,
+    coded: bool,
     target: Target,
 ) -> Attention:
     """Blocks of rows that see the first ``seen`` keys of their sequences.
@@ -55,13 +56,15 @@ def attend_pages(
         one_sequence: all rows of a block are of one sequence.
         num_splits: parts the keys are divided into; None: by shapes.
         out_dtype: of the output.
+        coded: queries and weights are rounded to the FP8 type of raw rows, and products are made in it.
         target: the device.
 
     Raises:
         NotImplementedError: where the target has no such kernel, or cannot address the pool or read the layout.
     """
     page_size, num_pages = pool.shape[2], pool.shape[1]
-    tuning = attend_tuning(target, "dense", layout, latent.shape[1], _wide(latent, rope, layout))
+    wide = _wide(latent, rope, layout, coded)
+    tuning = attend_tuning(target, "dense", layout, latent.shape[1], wide, coded)
     padding = -latent.shape[1] % tuning.rows
     sequence, seen = (jnp.pad(x, ((0, 0), (0, padding)), mode="edge") for x in (sequence, seen))
     # A program whose rows are all of one token sees what the token sees.
@@ -81,6 +84,8 @@ def attend_pages(
         columns=tables.shape[1] * page_size,
         num_splits=num_splits,
         out_dtype=out_dtype,
+        wide=wide,
+        coded=coded,
         target=target,
         tuning=tuning,
     )
@@ -99,11 +104,13 @@ def attend_slots(
     *,
     num_splits: int | None,
     out_dtype: Any,
+    coded: bool,
     target: Target,
 ) -> Attention:
     """Tokens whose heads see the rows at ``slots``; arguments as in :func:`attend_pages`."""
     page_size, num_pages = pool.shape[2], pool.shape[1]
-    tuning = attend_tuning(target, "sparse", layout, latent.shape[1], _wide(latent, rope, layout))
+    wide = _wide(latent, rope, layout, coded)
+    tuning = attend_tuning(target, "sparse", layout, latent.shape[1], wide, coded)
     capacity = page_size * num_pages
     slots = jnp.pad(slots, ((0, 0), (0, -slots.shape[1] % tuning.keys)), constant_values=-1)
     lane = jnp.arange(1, slots.shape[1] + 1, dtype=jnp.int32)
@@ -123,17 +130,21 @@ def attend_slots(
         columns=slots.shape[1],
         num_splits=num_splits,
         out_dtype=out_dtype,
+        wide=wide,
+        coded=coded,
         target=target,
         tuning=tuning,
     )
 
 
-def _wide(latent: Array, rope: Array, layout: CacheLayout) -> bool:
+def _wide(latent: Array, rope: Array, layout: CacheLayout, coded: bool) -> bool:
     """Whether products are made in float32."""
+    if coded:
+        return False
     return layout.name == "plain_float32" or jnp.float32 in (latent.dtype, rope.dtype)
 
 
-@jax.jit(static_argnames=("name", "layout", "columns", "num_splits", "out_dtype", "target", "tuning"))
+@jax.jit(static_argnames=("name", "layout", "columns", "num_splits", "out_dtype", "wide", "coded", "target", "tuning"))
 def _run(
     latent: Array,
     rope: Array,
@@ -149,17 +160,19 @@ def _run(
     columns: int,
     num_splits: int | None,
     out_dtype: Any,
+    wide: bool,
+    coded: bool,
     target: Target,
     tuning: AttendTuning,
 ) -> Attention:
     """The kernel, what its operands need before it and its results after it. Jitted, so that eager calls compile once."""
     blocks, rows, _ = latent.shape
-    fmt = tiles.row_format(layout, wide=_wide(latent, rope, layout), native=tuning.native_fp8, joined=tuning.join_planes)
+    fmt = tiles.row_format(layout, wide=wide, native=tuning.native_fp8, joined=tuning.join_planes, coded=coded)
     q = arrange_queries(latent, rope, factor, fmt, tuning.rows)
     if num_splits is None:
         num_splits = default_splits(tuning, blocks * (q.factor.shape[1] // tuning.rows), columns)
     num_splits = max(1, min(num_splits, -(-columns // tuning.keys)))
-    value_factor = jnp.full((1,), fmt.factor, jnp.float32)
+    value_factor = jnp.full((1,), fmt.factor / WEIGHT_SCALE if coded else fmt.factor, jnp.float32)
     if k_scale is not None:
         value_factor = value_factor * k_scale
     is_last = num_splits == 1 and sinks is None

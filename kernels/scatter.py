@@ -23,30 +23,33 @@ def spans(width: int) -> list[tuple[int, int]]:
     return pieces
 
 
-def to_words(values: UInt32[Array, "n"], value_bytes: int, word_dtype: np.dtype) -> Shaped[Array, "m"]:
+def to_words(values: UInt32[Array, "rows n"], value_bytes: int, word_dtype: np.dtype) -> Shaped[Array, "rows m"]:
     """Little-endian words of ``word_dtype`` from the low ``value_bytes`` of each value."""
     word_bytes = word_dtype.itemsize
-    (n,) = values.shape
+    rows, n = values.shape
     if word_bytes > value_bytes:
         ratio = word_bytes // value_bytes
-        shifts = jax.lax.broadcasted_iota(jnp.uint32, (n // ratio, ratio), 1) * np.uint32(8 * value_bytes)
+        shifts = jax.lax.broadcasted_iota(jnp.uint32, (rows, n // ratio, ratio), 2) * np.uint32(8 * value_bytes)
         # The bytes do not overlap, so a sum packs them; a reduction inside one thread is what Triton makes of it.
-        values = jnp.sum(values.reshape(n // ratio, ratio) << shifts, axis=1, dtype=jnp.uint32)
+        values = jnp.sum(values.reshape(rows, n // ratio, ratio) << shifts, axis=2, dtype=jnp.uint32)
     elif word_bytes < value_bytes:
         ratio = value_bytes // word_bytes
-        shifts = jax.lax.broadcasted_iota(jnp.uint32, (n, ratio), 1) * np.uint32(8 * word_bytes)
+        shifts = jax.lax.broadcasted_iota(jnp.uint32, (rows, n, ratio), 2) * np.uint32(8 * word_bytes)
         mask = np.uint32((1 << 8 * word_bytes) - 1)
-        values = ((values[:, None] >> shifts) & mask).reshape(n * ratio)
+        values = ((values[:, :, None] >> shifts) & mask).reshape(rows, n * ratio)
     return values.astype(word_dtype)
 
 
 Load = Callable[[int, int, int], Any]
-"""load(i, start, size): numbers ``[start, start + size)`` of operand i's row, in the operand's own dtype."""
+"""load(i, start, size): numbers ``[start, start + size)`` of operand i for some rows, [rows, size] in the operand's own dtype."""
+
+Piece = tuple[Any, Any]
+"""(where, words): words [rows, m] of some rows, and what ``place`` needs to know to find them in a row."""
 
 
 def scatter_rows(
-    row: Callable[[Load], list[Any]],
-    place: Callable[[Any, Any, Any, Any, list[Any]], None],
+    row: Callable[[Load], list[Piece]],
+    place: Callable[[Any, Any], tuple[tuple[Any, ...], Any]],
     *,
     name: str,
     pool: Shaped[Array, "layers pages *page"],
@@ -57,22 +60,41 @@ def scatter_rows(
     tuning: WriteTuning,
     target: Target,
 ) -> Shaped[Array, "layers pages *page"]:
-    """Writes T rows in place: one program for each ``tuning.rows`` of them.
+    """Writes T rows in place: one program for each ``tuning.rows`` of them, ``tuning.together`` of them as one tile.
 
-    ``row(load)`` computes the words of one row; ``place(pool, layer, page, offset, words)`` stores them. A row is stored only if
-    0 < slot < capacity and the layer exists, so a dropped row computes no address at all. Operands are [T, width], or [1, width]
-    for what all rows share.
+    ``row(load)`` computes the words of the rows of a tile. ``place(offset, where)`` says where the words of a piece belong within
+    the page of a row at ``offset``: (indices before the last, the last's first). A row is stored only if 0 < slot < capacity and the
+    layer exists; a dropped row stores nothing anywhere. Operands are [T, width], or [1, width] for what all rows share.
     """
     num_layers, num_pages = pool.shape[:2]
     capacity = num_pages * page_size
     (num_tokens,) = slots.shape
     page_shift = page_size.bit_length() - 1
     interpret = backend.require(name, target)
+    together = tuning.together
     dtypes = [operand.dtype for operand in operands]
     shared = [operand.shape[0] == 1 for operand in operands]
     if interpret:
         # Interpret mode of JAX 0.10 hands bfloat16 through float32, which quiets NaN; words keep their bits.
         operands = [jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x for x in operands]
+
+    def store(pool_ref: Any, layer: Any, slot: Any, valid: Any, pieces: list[Piece]) -> None:
+        """One row (scalars and words [1, m]) where it is valid."""
+
+        @backend.when(valid)
+        def _() -> None:
+            for where, words in pieces:
+                lead, first = place(slot & (page_size - 1), where)
+                pool_ref[layer, slot >> page_shift, *lead, backend.span(first, words.shape[1])] = words[0]
+
+    def store_together(pool_ref: Any, layer: Any, slots: Any, valid: Any, pieces: list[Piece]) -> None:
+        """Rows as one tile, masked."""
+        slots = jnp.where(valid, slots, 0)  # no address is made of a slot that is dropped
+        page, offset = (slots >> page_shift)[:, None], (slots & (page_size - 1))[:, None]
+        for where, words in pieces:
+            lead, first = place(offset, where)
+            column = first + jax.lax.broadcasted_iota(jnp.int32, (1, words.shape[1]), 1)
+            backend.store(pool_ref, (layer, page, *lead, column), words, valid[:, None])
 
     def kernel(layer_ref: Any, slots_ref: Any, *refs: Any) -> None:
         inputs, pool_ref = refs[: len(operands)], refs[-1]
@@ -80,24 +102,34 @@ def scatter_rows(
         layer_exists = (layer >= 0) & (layer < num_layers)
         first = backend.program_id(0) * tuning.rows
         todo = []
-        for r in range(tuning.rows):
+        for r in range(0, tuning.rows, together):
             t = first + r
+            if together > 1:
+                t = t + jnp.arange(together, dtype=jnp.int32)
             exists = layer_exists
             if num_tokens % tuning.rows:
                 exists = exists & (t < num_tokens)
                 t = jnp.minimum(t, num_tokens - 1)
 
             def load(i: int, start: int, size: int, t: Any = t) -> Any:
-                x = inputs[i][0 if shared[i] else t, backend.span(start, size)]
+                if shared[i]:
+                    x = inputs[i][0, backend.span(start, size)][None]
+                elif together == 1:
+                    x = inputs[i][t, backend.span(start, size)][None]
+                else:
+                    x = inputs[i][t[:, None], start + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1)]
                 return x if x.dtype == dtypes[i] else jax.lax.bitcast_convert_type(x, dtypes[i])
 
             slot = slots_ref[t]
             todo.append((slot, exists & (slot > 0) & (slot < capacity), row(load)))
-        for slot, valid, words in todo:
-
-            @backend.when(valid)
-            def _(slot: Any = slot, words: list[Any] = words) -> None:
-                place(pool_ref, layer, slot >> page_shift, slot & (page_size - 1), words)
+        for slot, valid, pieces in todo:
+            if together == 1:
+                store(pool_ref, layer, slot, valid, pieces)
+            elif not interpret:
+                store_together(pool_ref, layer, slot, valid, pieces)
+            else:
+                for i in range(together):  # interpret mode knows no masked scatter
+                    store(pool_ref, layer, slot[i], valid[i], [(where, words[i : i + 1]) for where, words in pieces])
 
     call = backend.launch(
         kernel,

@@ -8,6 +8,8 @@ FP8 numbers become float16 by placing their bits: for e4m3 the exact value times
 for every code but NaN, for which the exponent is filled; e5m2 is the upper byte of a float16. The constant is multiplied into the
 logits and the output. Packed rows have a scale for each 128 numbers: each row is divided by the largest power of two in its
 scales, so that its numbers fit float16 whatever they were, and that power is multiplied into the row's logits and weights.
+
+Where queries and weights are FP8 too, the codes themselves are the operands of the matrix units and nothing is decoded.
 """
 
 import dataclasses
@@ -20,9 +22,13 @@ from jaxtyping import Array, Bool, Float, Shaped, UInt32
 
 from mla_jax.kernels import backend
 from mla_jax.layout import GROUP, CacheLayout, Dialect
+from mla_jax.quantize import FP8_DTYPES
 
 MIN_WIDTH = 16
 """Columns of a plane at least: matrix units take no fewer."""
+
+MIN_CODED_WIDTH = 32
+"""The same for FP8 operands."""
 
 _PLACED = {"e4m3fn": 2.0**8, "e4m3fnuz": 2.0**7, "e5m2": 1.0}
 """The value of a code over that of its placed bits."""
@@ -59,6 +65,7 @@ class RowFormat:
         scales: piece of the scales, or None.
         dialect: of the codes, or None.
         factor: what the placed bits must be multiplied by.
+        coded: the planes are the codes themselves; ``dtype`` is their FP8 type.
         joined: planes are joined to rows in the columns' own order, for matrix units that read them from shared memory anyway.
     """
 
@@ -70,13 +77,14 @@ class RowFormat:
     dialect: Dialect | None
     factor: float
     joined: bool
+    coded: bool = False
 
     def arrangement(self, piece: Piece) -> Piece:
         """What queries and outputs of a piece are split into and joined from."""
         return Piece(0, piece.words * piece.numbers, 1, least=piece.width * piece.numbers) if self.joined else piece
 
 
-def row_format(layout: CacheLayout, *, wide: bool, native: bool, joined: bool) -> RowFormat:
+def row_format(layout: CacheLayout, *, wide: bool, native: bool, joined: bool, coded: bool = False) -> RowFormat:
     """The format of ``layout``.
 
     Args:
@@ -84,12 +92,19 @@ def row_format(layout: CacheLayout, *, wide: bool, native: bool, joined: bool) -
         wide: compute in float32.
         native: codes are converted by the device's own instruction, which needs no factor.
         joined: as in :class:`RowFormat`.
+        coded: as in :class:`RowFormat`; raw rows only.
 
     Raises:
         NotImplementedError: for packed rows of words that hold less than a scale (odd rope dims).
     """
     R, P = layout.kv_lora_rank, layout.qk_rope_head_dim
     word = layout.word_dtype.itemsize
+    if coded:
+        assert layout.is_raw and layout.dialect is not None
+        dtype = jnp.dtype(FP8_DTYPES[layout.dialect])
+        latent = Piece(0, R // word, word, least=MIN_CODED_WIDTH)
+        rope = Piece(R // word, P // word, word, least=MIN_CODED_WIDTH) if P else None
+        return RowFormat(latent, rope, dtype, dtype, None, layout.dialect, 1.0, False, coded=True)
     if layout.is_packed:
         if word != 4:
             raise NotImplementedError(f"packed rows with an odd number of rope dims have words of {word} bytes, the kernels read 4")
@@ -174,8 +189,8 @@ class Tile:
     """C rows, decoded.
 
     Attributes:
-        latent: planes [C, width].
-        rope: planes [C, width].
+        latent: planes [C, width]; uint8 where they are codes.
+        rope: planes [C, width], likewise.
         power: float32[C] that multiplies the logits and the values of packed rows, else None.
     """
 
@@ -191,6 +206,9 @@ def load_tile(pool_ref: Any, place: Place, fmt: RowFormat, *, native: bool, inte
     if fmt.dialect is None:
         planes = [w.astype(fmt.dtype) for w in words]
         return Tile(planes[:1], planes[1:], None)
+    if fmt.coded:
+        latent, *rope = (_codes(w) for w in words)
+        return Tile(latent, rope[0] if rope else [], None)
     codes = words if fmt.scales is None else words[:1]
     latent, *rope = (decode_codes(w, fmt.dialect, fmt.dtype, native=native) for w in codes)
     if fmt.scales is None:
@@ -224,6 +242,19 @@ def _arranged(planes: list[Any], fmt: RowFormat) -> list[Any]:
         planes = [jnp.stack([planes[i], planes[i + half]], axis=-1) for i in range(half)]
     joined = jnp.stack(planes, axis=-1)
     return [joined.reshape(joined.shape[0], -1)]
+
+
+def _codes(words: Any) -> list[Any]:
+    """The bytes of words, a plane each."""
+    return [(words >> (8 * b) if b else words).astype(jnp.uint8) for b in range(words.dtype.itemsize)]
+
+
+def finite_codes(codes: Any, dialect: Dialect) -> Any:
+    """FP8 codes with zeros for those of NaN and infinities."""
+    if dialect == "e4m3fnuz":
+        return jnp.where(codes == np.uint8(0x80), np.uint8(0), codes)
+    first = np.uint8(0x7F if dialect == "e4m3fn" else 0x7C)
+    return jnp.where((codes & np.uint8(0x7F)) >= first, np.uint8(0), codes)
 
 
 def decode_codes(words: Any, dialect: Dialect, dtype: Any, *, native: bool) -> list[Any]:

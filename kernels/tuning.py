@@ -38,6 +38,8 @@ class WriteTuning:
 
     Attributes:
         rows: rows each program writes, unrolled, so that their loads are in flight together.
+        together: how many of them make one tile, a power of two that divides ``rows``: enough for each lane to load 8 bytes and
+            store 4 also of the narrow parts of a row.
         num_warps: warps a program.
         native_fp8: convert with the device's own OCP FP8 instruction instead of the integer encoder. Only where the two were
             compared bit for bit on the chip.
@@ -45,6 +47,7 @@ class WriteTuning:
 
     rows: int
     num_warps: int
+    together: int = 1
     native_fp8: bool = False
 
 
@@ -90,12 +93,14 @@ class IndexTuning:
     native_fp8: bool = False
 
 
-_FORCED: contextvars.ContextVar[AttendTuning | IndexTuning | None] = contextvars.ContextVar("forced", default=None)
+Tuning = WriteTuning | AttendTuning | IndexTuning
+
+_FORCED: contextvars.ContextVar[Tuning | None] = contextvars.ContextVar("forced", default=None)
 
 
 @contextlib.contextmanager
-def forced(tuning: AttendTuning | IndexTuning) -> Iterator[None]:
-    """Reading kernels traced inside are launched with ``tuning``, to measure it."""
+def forced(tuning: Tuning) -> Iterator[None]:
+    """Kernels of its kind that are traced inside are launched with ``tuning``, to measure it."""
     token = _FORCED.set(tuning)
     try:
         yield
@@ -126,20 +131,27 @@ def table_name(target: Target) -> str:
 
 def write_tuning(target: Target, kernel: WriteKernel) -> WriteTuning:
     """The launch parameters of a write kernel on ``target``."""
+    chosen = _FORCED.get()
+    if isinstance(chosen, WriteTuning):
+        return chosen
     return WriteTuning(**tables()[table_name(target)]["write"][kernel])
 
 
-def kind(layout: CacheLayout, wide: bool) -> str:
-    """Which entries serve a layout: "float32" where products are made in it, else "plain", "packed", "raw" or, for OCP e4m3 (which
-    some chips convert themselves), "raw_native"."""
+def kind(layout: CacheLayout, wide: bool, coded: bool = False) -> str:
+    """Which entries serve a layout: "float32" where products are made in it, "coded" where they are in FP8, else "plain", "packed", "raw" or, for OCP e4m3 (which
+    some chips convert themselves, and which costs more to decode than e5m2), "raw_native"."""
     if wide:
         return "float32"
+    if coded:
+        return "coded"
     if layout.is_raw:
         return "raw_native" if layout.dialect == "e4m3fn" else "raw"
     return "packed" if layout.is_packed else "plain"
 
 
-def attend_tuning(target: Target, kernel: ReadKernel, layout: CacheLayout, rows: int, wide: bool) -> AttendTuning:
+def attend_tuning(
+    target: Target, kernel: ReadKernel, layout: CacheLayout, rows: int, wide: bool, coded: bool = False
+) -> AttendTuning:
     """The launch parameters of an attention kernel.
 
     Args:
@@ -148,13 +160,14 @@ def attend_tuning(target: Target, kernel: ReadKernel, layout: CacheLayout, rows:
         layout: of the stored rows.
         rows: query rows of a block.
         wide: products are made in float32.
+        coded: products are made in FP8.
     """
     chosen = _FORCED.get()
     if isinstance(chosen, AttendTuning):
         return chosen
     entries = tables()[table_name(target)][kernel]
-    name = kind(layout, wide)
-    by_rows = entries.get(name) or entries[name.removesuffix("_native")]
+    name = kind(layout, wide, coded)
+    by_rows = entries.get(name) or entries["raw" if coded else name.removesuffix("_native")]
     return AttendTuning(**(by_rows.get(str(SMALL_ROWS)) if rows <= SMALL_ROWS and str(SMALL_ROWS) in by_rows else by_rows["any"]))
 
 

@@ -11,13 +11,12 @@ from jaxtyping import Array, Float, Int32, Num, Shaped
 
 from mla_jax.devices import Target
 from mla_jax.kernels import backend
-from mla_jax.kernels.scatter import Load, scatter_rows, spans, to_words
-from mla_jax.kernels.tuning import write_tuning
+from mla_jax.kernels.scatter import Load, Piece, scatter_rows, spans, to_words
+from mla_jax.kernels.tuning import WriteTuning, write_tuning
 from mla_jax.layout import GROUP, CacheLayout
 from mla_jax.quantize import divide, encode_bits, encode_group, finite_amax, packed_scale, plain_bits
 
 
-@jax.jit(static_argnames=("layout", "target"))
 def write_rows(
     pool: Shaped[Array, "layers pages page words"],
     layout: CacheLayout,
@@ -30,13 +29,28 @@ def write_rows(
 ) -> Shaped[Array, "layers pages page words"]:
     """The pool with T rows written, in place when the pool is donated.
 
-    Jitted, so that eager calls compile once; inside a caller's jit it is inlined, and the caller's donation holds.
-
     Raises:
         NotImplementedError: where the target has no such kernel, or cannot address the pool.
     """
     backend.require_addressable("write_kv", pool)
     tuning = write_tuning(target, layout.write_path.value)
+    return _write_rows(pool, layer, slots, c_kv, k_rope, k_scale, layout=layout, target=target, tuning=tuning)
+
+
+@jax.jit(static_argnames=("layout", "target", "tuning"))
+def _write_rows(
+    pool: Shaped[Array, "layers pages page words"],
+    layer: Int32[Array, "1"],
+    slots: Int32[Array, "T"],
+    c_kv: Num[Array, "T R"],
+    k_rope: Num[Array, "T P"],
+    k_scale: Float[Array, ""] | None,
+    *,
+    layout: CacheLayout,
+    target: Target,
+    tuning: WriteTuning,
+) -> Shaped[Array, "layers pages page words"]:
+    """Jitted, so that eager calls compile once; inside a caller's jit it is inlined, and the caller's donation holds."""
     word = layout.word_dtype
     numbers_a_word = word.itemsize if layout.dialect is not None else 1
     operands: list[Any] = [c_kv]
@@ -55,18 +69,20 @@ def write_rows(
 
     def packed(load: Load, start: int, size: int) -> tuple[Any, Any]:
         assert layout.scale_mode is not None
-        x = load(0, start, size).reshape(size // GROUP, GROUP)
+        x = load(0, start, size)
+        rows = x.shape[0]
+        x = x.reshape(rows, size // GROUP, GROUP)
         amax = finite_amax(x)
         scale = packed_scale(amax, layout.scale_mode)
         codes = encode_group(x, amax, scale, layout.scale_mode, "e4m3fn", native=tuning.native_fp8)
         scale_bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
-        return to_words(codes.reshape(size), 1, word), to_words(scale_bits, 4, word)
+        return to_words(codes.reshape(rows, size), 1, word), to_words(scale_bits, 4, word)
 
     R, P = layout.kv_lora_rank, layout.qk_rope_head_dim
 
-    def row(load: Load) -> list[Any]:
-        """(first word, words) pieces of one row."""
-        pieces: list[Any] = []
+    def row(load: Load) -> list[Piece]:
+        """Pieces by their first word in a row."""
+        pieces: list[Piece] = []
         if layout.is_packed:
             scales_at = R // word.itemsize
             rope_at = (R + R // GROUP * 4) // word.itemsize
@@ -84,9 +100,8 @@ def write_rows(
                 pieces.append(((first + start) // numbers_a_word, write(load, i, start, size)))
         return pieces
 
-    def place(pool_ref: Any, layer: Any, page: Any, offset: Any, pieces: list[Any]) -> None:
-        for start, words in pieces:
-            pool_ref[layer, page, offset, backend.span(start, words.shape[0])] = words
+    def place(offset: Any, start: Any) -> tuple[tuple[Any, ...], Any]:
+        return (offset,), start
 
     return scatter_rows(
         row,

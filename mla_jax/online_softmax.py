@@ -13,6 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from mla_jax.kernels.attend import WEIGHT_SCALE
+from mla_jax.layout import Dialect
+from mla_jax.quantize import decode, encode
+
 NEG_INF = np.float32(-np.inf)
 
 
@@ -39,8 +43,9 @@ def attend(
     mask: Bool[Array, "G B C"],
     factor: Float[Array, ""],
     precision: jax.lax.Precision | None,
+    coded: Dialect | None = None,
 ) -> Partial:
-    """``partial`` with C more keys; all numbers float32. ``factor`` multiplies the logits."""
+    """``partial`` with C more keys; all numbers float32. ``factor`` multiplies the logits; weights are rounded to ``coded``."""
     logits = jnp.einsum("gbhr,gcr->gbhc", q_latent, latent, precision=precision, preferred_element_type=jnp.float32)
     if rope.shape[-1]:
         logits += jnp.einsum("gbhp,gcp->gbhc", q_rope, rope, precision=precision, preferred_element_type=jnp.float32)
@@ -53,7 +58,10 @@ def attend(
     decay = jnp.exp(partial.largest - base)
     some_token_sees = jnp.any(mask, axis=1)[..., None]
     values = jnp.where(jnp.isfinite(latent) & some_token_sees, latent, np.float32(0))
-    product = jnp.einsum("gbhc,gcr->gbhr", weights, values, precision=precision, preferred_element_type=jnp.float32)
+    multiplied = weights
+    if coded is not None:
+        multiplied = decode(encode(weights * np.float32(WEIGHT_SCALE), coded), coded) * np.float32(1 / WEIGHT_SCALE)
+    product = jnp.einsum("gbhc,gcr->gbhr", multiplied, values, precision=precision, preferred_element_type=jnp.float32)
     return Partial(
         weighted=partial.weighted * decay[..., None] + product,
         total=partial.total * decay + jnp.sum(weights, axis=-1),

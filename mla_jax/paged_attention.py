@@ -92,6 +92,7 @@ def attend_pages(
         offsets = jnp.broadcast_to(position & np.int32(source.page_size - 1), pages.shape)
         # Counted from the start of the chunk: a position may wrap beyond the largest int32.
         mask = good[:, None, :] & (lane < (visible - start)[:, :, None])
-        return attend(partial, *q, *source.gather(jnp.where(good, pages, 0), offsets), mask, asked.factor, asked.precision)
+        keys = source.gather(jnp.where(good, pages, 0), offsets)
+        return attend(partial, *q, *keys, mask, asked.factor, asked.precision, asked.coded)
 
     return ragged.fold_chunks(visible, chunk, visit, partial)

@@ -17,6 +17,34 @@ PREFILL_ROWS = 64
 """Rows of a block of prefill tokens, about: as many as fill a matrix unit."""
 
 
+_CODED = {"gfx942": ("e4m3fnuz",), "gfx950": ("e4m3fn", "e5m2")}
+"""FP8 types that an AMD chip's matrix units read; NVIDIA's read the OCP ones from sm_89 on."""
+
+
+def _coded(op: str, q: Queries, target: Target) -> bool:
+    """Whether products are made in FP8.
+
+    Raises:
+        NotImplementedError: where the chip has no such products.
+    """
+    if q.coded is None:
+        return False
+    arch = target.arch or ""
+    if target.backend == "rocm":
+        reads = _CODED.get(arch, ())
+    elif target.backend == "cuda":
+        capability = arch.removeprefix("sm_")
+        reads = ("e4m3fn", "e5m2") if capability.isdigit() and int(capability) >= 89 else ()
+    else:
+        return True
+    if q.coded not in reads:
+        raise NotImplementedError(
+            f'{op}: compute="fp8" needs matrix units that read {q.coded}; those of {arch or target.backend} read '
+            f"{', '.join(reads) or 'no FP8 type'}"
+        )
+    return True
+
+
 def decode(
     q: Queries,
     source: LatentRows,
@@ -46,6 +74,7 @@ def decode(
         one_sequence=True,
         num_splits=num_splits,
         out_dtype=q.dtype,
+        coded=_coded("mla_decode", q, target),
         target=target,
     )
     return out.reshape(S, Q, H, R), lse.reshape(S, Q, H)
@@ -91,6 +120,7 @@ def prefill(
         one_sequence=tokens == 1,
         num_splits=1,
         out_dtype=q.dtype,
+        coded=_coded("mla_prefill", q, target),
         target=target,
     )
     return out.reshape(-1, H, R)[:T], lse.reshape(-1, H)[:T]
@@ -112,5 +142,6 @@ def sparse(q: Queries, source: LatentRows, slots: Int32[Array, "T K"], target: T
         None if q.sinks is None else jnp.broadcast_to(q.sinks, (T, H)),
         num_splits=None,
         out_dtype=q.dtype,
+        coded=_coded("sparse_mla", q, target),
         target=target,
     )

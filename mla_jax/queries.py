@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from mla_jax import checks
+from mla_jax import checks, quantize
 from mla_jax.cache import PagedMLACache
+from mla_jax.kernels.attend import QUERY_SCALE
+from mla_jax.kernels.tiles import fit_float16
+from mla_jax.layout import CacheLayout, Dialect
 from mla_jax.quantize import FP8_DTYPES
 
 
@@ -26,6 +29,7 @@ class Queries:
         sinks: float32[H], or None.
         dtype: of the output.
         precision: of products: HIGHEST where the cache or a query is float32, else the default.
+        coded: the FP8 encoding of the rows where queries and weights are rounded to it, or None.
     """
 
     latent: Float[Array, "*lead H R"]
@@ -35,6 +39,22 @@ class Queries:
     sinks: Float[Array, "H"] | None
     dtype: np.dtype
     precision: jax.lax.Precision | None
+    coded: Dialect | None
+
+    def rounded(self) -> "Queries":
+        """Themselves, or float32 queries that hold only what their FP8 codes hold: each row with a power of two of its own."""
+        if self.coded is None:
+            return self
+        latent, rope = self.latent.astype(jnp.float32), self.rope.astype(jnp.float32)
+        amax = quantize.finite_amax(latent)
+        if rope.shape[-1]:
+            amax = quantize.larger(amax, quantize.finite_amax(rope))
+        power, reciprocal = fit_float16(amax)
+        parts = []
+        for part in (latent, rope):
+            codes = quantize.encode(part * (reciprocal * np.float32(QUERY_SCALE))[..., None], self.coded)
+            parts.append(quantize.decode(codes, self.coded) * (power * np.float32(1 / QUERY_SCALE))[..., None])
+        return dataclasses.replace(self, latent=parts[0], rope=parts[1])
 
     def nothing(self) -> tuple[Float[Array, "*lead H R"], Float[Array, "*lead H"]]:
         """The result for queries that see no key at all."""
@@ -52,6 +72,7 @@ def queries(
     k_scale: Any,
     sinks: Any,
     out_dtype: Any,
+    compute: Any,
 ) -> Queries:
     """The checked arguments; ``lead`` are the queries' axes before heads, as in ``checks.check_shapes``.
 
@@ -80,7 +101,18 @@ def queries(
         sinks=rest[0].astype(jnp.float32) if rest else None,
         dtype=_out_dtype(op, out_dtype, latent.dtype),
         precision=jax.lax.Precision.HIGHEST if is_f32 else None,
+        coded=_coded(op, compute, layout),
     )
+
+
+def _coded(op: str, compute: Any, layout: CacheLayout) -> Dialect | None:
+    if compute is None:
+        return None
+    if compute != "fp8":
+        raise ValueError(f'{op}: compute must be None or "fp8", got {compute!r}')
+    if not layout.is_raw:
+        raise ValueError(f'{op}: compute="fp8" multiplies the codes of raw FP8 rows, got rows of layout {layout.name}')
+    return layout.dialect
 
 
 def upcast_fp8(array: Any) -> Any:

@@ -1,13 +1,13 @@
-"""The ``mla-jax`` command line: info, demo, bench. Bad flags exit with 2 and one line that says what is wrong."""
+"""The ``mla-jax`` command line: info, demo, bench, verify-rocm. Bad flags exit with 2 and one line that says what is wrong."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mla_jax.cli import bench, demo, info
+from mla_jax.cli import bench, demo, info, verify_rocm
 
-COMMANDS = (info, demo, bench)
+COMMANDS = (info, demo, bench, verify_rocm)
 
 
 class _Parser(argparse.ArgumentParser):

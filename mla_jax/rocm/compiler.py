@@ -5,11 +5,11 @@ given a description of the chip instead of the chip.
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import os
 import pathlib
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +21,6 @@ from mla_jax.rocm import code_object, stand_ins
 from mla_jax.rocm.chips import CHIPS
 from mla_jax.rocm.code_object import CodeObject
 from mla_jax.rocm.program import Launch, Program, instruction_key, read_program
-import dataclasses
 
 INSTALL = "pip install 'mla-jax[rocm]'"
 _LINES = ("0.10", "0.12")

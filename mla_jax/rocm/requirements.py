@@ -4,10 +4,12 @@ Byte counts are of one lane: a wave's access is 64 of them. Limits follow from t
 fitted to what the compiler happens to give.
 """
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
+from mla_jax.kernels.tuning import IndexTuning, WriteTuning
 from mla_jax.rocm.cases import RocmCase
 from mla_jax.rocm.chips import CHIPS
 from mla_jax.rocm.code_object import CodeObject
@@ -53,8 +55,10 @@ def in_place(case: RocmCase, program: Program, launch: Launch) -> str | None:
     """Writers alias every pool and allocate nothing of its size; readers allocate nothing of a pool's size."""
     pools = _pool_bytes(case)
     if not case.writes:
-        limit = pools // 4
-        return None if program.temporary_bytes < limit else f"{program.temporary_bytes} bytes of temporaries for {pools} of pools"
+        # Queries arranged for the tiles, and the parts of split keys, are temporaries; a copy of a pool or of a sequence is not.
+        if case.size == "preset" and program.temporary_bytes >= pools // 8:
+            return f"{program.temporary_bytes} bytes of temporaries for {pools} of pools"
+        return None
     if program.aliased_bytes < pools:
         return f"{program.aliased_bytes} bytes are aliased, the pools have {pools}"
     if program.temporary_bytes >= MAX_TEMPORARY:
@@ -90,12 +94,29 @@ def wide_stores(case: RocmCase, program: Program, launch: Launch) -> str | None:
 
 
 def wide_loads(case: RocmCase, program: Program, launch: Launch) -> str | None:
-    """What is read in bulk (a writer's inputs, a reader's rows) comes 8 or 16 bytes a lane."""
+    """What is read in bulk comes 8 or 16 bytes a lane: all of a tile of stored rows or keys, or of a writer's inputs.
+
+    Slots, lengths, page ids, scales and queries are read besides; they are few.
+    """
     assert launch.code is not None
     loads = accesses(launch.code, "load")
-    total, wide = sum(k * n for k, n in loads.items()), sum(k * n for k, n in loads.items() if k >= 8)
-    if 4 * wide < 3 * total:
-        return f"loads by bytes a lane: {loads}, three quarters of the bytes have to come in 8 or 16"
+    wide = sum(width * n for width, n in loads.items() if width >= 8)
+    tuning, config = case.tuning(), case.config
+    if isinstance(tuning, WriteTuning):
+        g = config.geometry
+        numbers = g.kv_lora_rank + g.qk_rope_head_dim if case.op == "write" else g.indexer.head_dim if g.indexer else 0
+        bulk = tuning.rows * 2 * numbers
+    elif isinstance(tuning, IndexTuning):
+        assert config.index_layout is not None
+        layout = config.index_layout
+        bulk = tuning.keys * layout.head_dim * (4 if layout.dialect is None else 1)
+    else:
+        # The latent; the rope of a row is a ninth of it and narrower than a lane's width for some presets.
+        layout = config.layout
+        bulk = tuning.keys * layout.byte_map[0].stop
+    lanes = math.prod(launch.block)
+    if wide * lanes < bulk:
+        return f"loads by bytes a lane: {loads}; {bulk} bytes of a tile over {lanes} lanes have to come in 8 or 16"
     return None
 
 
@@ -125,6 +146,8 @@ def matrix_types(case: RocmCase) -> tuple[str, ...]:
         index = case.config.index_layout
         assert index is not None
         return ("float32",) if index.dialect is None else ("float16",)
+    if case.compute == "fp8":
+        return ("float8",)
     if layout.is_plain:
         return (str(layout.number_dtype),)
     return ("float16", "bfloat16") if layout.is_packed else ("float16",)
@@ -148,7 +171,7 @@ def encodes(case: RocmCase, program: Program, launch: Launch) -> str | None:
 def wide_addresses(case: RocmCase, program: Program, launch: Launch) -> str | None:
     """Pools beyond 4 GiB are addressed with 64-bit products of page and row."""
     assert launch.code is not None
-    if case.pool_bytes <= 2**32:
+    if case.sizes.pool_bytes <= 2**32:
         return None
     if launch.code.count(r"(v|s)_(mad_[ui]64_[ui]32|mul_hi_[ui]32|lshl(rev)?_b64|lshl_add_u64)\w*"):
         return None

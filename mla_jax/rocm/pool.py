@@ -1,0 +1,24 @@
+"""Compiling many cases at once: one process a core, as a process compiles one program at a time."""
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import jax
+
+Job = TypeVar("Job")
+
+
+def quiet_worker() -> None:
+    """A process that compiles for AMD chips and runs nothing: on the CPU, without the plugin's word that there is no card."""
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
+    jax.config.update("jax_platforms", "cpu")
+
+
+def run(work: Callable[[Job], Any], jobs: Iterable[Job], processes: int | None = None) -> Iterator[Any]:
+    """``work`` of every job, in their order, by fresh processes (default: one a core)."""
+    processes = processes or os.cpu_count() or 1
+    with multiprocessing.get_context("spawn").Pool(processes, initializer=quiet_worker) as pool:
+        yield from pool.imap(work, jobs)
