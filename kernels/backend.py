@@ -1,7 +1,8 @@
 """The one seam to Pallas' Triton lowering, the only Pallas route to ROCm. A successor replaces this file.
 
 Kernels receive references and use ``program_id``, ``when`` and ``span`` from here; nothing else in the library imports
-``jax.experimental.pallas``.
+``jax.experimental.pallas``. JAX deprecates this lowering (0.11). Where it is gone, :func:`require` says so and the dispatch of each
+operation takes XLA: scatters with unique indices, attention a chunk at a time.
 """
 
 import warnings
@@ -11,13 +12,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pallas_triton
+
+try:
+    from jax.experimental.pallas import triton as pallas_triton
+except ImportError:  # a JAX without this lowering; interpret mode needs none
+    pallas_triton: Any = None
 
 from mla_jax.devices import Target
 
 program_id = pl.program_id
 when = pl.when
 span = pl.ds
+
+
+def missing_lowering() -> str | None:
+    """Why no kernel can be lowered for a GPU by this JAX, or None."""
+    return f"JAX {jax.__version__} has no Triton lowering of Pallas" if pallas_triton is None else None
 
 
 def load(ref: Any, index: tuple[Any, ...], mask: Any, other: Any, *, interpret: bool) -> Any:
@@ -54,6 +64,8 @@ def require(op: str, target: Target) -> bool:
         return True
     if not target.is_gpu:
         raise NotImplementedError(f"{op}: Pallas' Triton lowering serves CUDA and ROCm, not {target.backend}")
+    if (missing := missing_lowering()) is not None:
+        raise NotImplementedError(f"{op}: {missing}")
     return False
 
 
@@ -93,7 +105,7 @@ def launch(
         grid=grid,
         out_shape=out_shape,
         input_output_aliases=dict(aliases),
-        compiler_params=pallas_triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        compiler_params=None if interpret else pallas_triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
     )

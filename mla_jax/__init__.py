@@ -8,8 +8,8 @@ from mla_jax.cache import PagedMLACache as PagedMLACache
 from mla_jax.cache import convert as convert
 from mla_jax.cache import init_cache as init_cache
 from mla_jax.config import CacheConfig as CacheConfig
-from mla_jax.config import explain as explain
 from mla_jax.config import pages_that_fit as pages_that_fit
+from mla_jax.explain import explain as explain
 from mla_jax.geometry import GEOMETRIES as GEOMETRIES
 from mla_jax.geometry import IndexerGeometry as IndexerGeometry
 from mla_jax.geometry import MLAGeometry as MLAGeometry

@@ -20,9 +20,18 @@ class PagedMLACache:
     """Latent rows and index keys of all layers. Its leaves are the pools and nothing else; ``config`` is static.
 
     Attributes:
-        kv: [num_layers, num_pages, page_size, words] latent pool, of ``config.layout.word_dtype``.
-        index: [num_index_layers, num_pages, *page] index-key pool, or None without an indexer.
+        kv: ``[num_layers, num_pages, page_size, words]`` latent pool of unsigned words, ``config.layout.word_dtype``.
+        index: ``[num_index_layers, num_pages, *page]`` index-key pool, or None without an indexer.
         config: the CacheConfig both were made from.
+
+    Example:
+        >>> import jax, mla_jax as mla
+        >>> config = mla.CacheConfig(geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu")
+        >>> cache = mla.init_cache(config)
+        >>> cache.kv.shape, cache.kv.dtype.name, cache.index, cache.config.layout.name
+        ((1, 3, 4, 576), 'uint16', None, 'plain_bfloat16')
+        >>> sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == config.capacity * config.bytes_per_token
+        True
     """
 
     kv: Shaped[Array, "layers pages page words"]
@@ -31,10 +40,22 @@ class PagedMLACache:
 
 
 def init_cache(config: CacheConfig) -> PagedMLACache:
-    """A cache of zeros.
+    """A cache of zeros, on the default device.
+
+    Args:
+        config: what it stores, and how much of it.
+
+    Returns:
+        The cache; its pools take ``config.capacity * config.bytes_per_token`` bytes.
 
     Raises:
         TypeError: if ``config`` is no CacheConfig.
+
+    Example:
+        >>> import mla_jax as mla
+        >>> config = mla.CacheConfig(geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu")
+        >>> mla.init_cache(config).kv.nbytes  # 12 slots of 1152 bytes
+        13824
     """
     if not isinstance(config, CacheConfig):
         raise TypeError(f"init_cache: config must be a CacheConfig, got {type(config).__name__}")
@@ -70,8 +91,28 @@ def convert(cache: PagedMLACache, config: CacheConfig) -> PagedMLACache:
     A pool whose layout is unchanged keeps its bytes. Otherwise each slot is decoded to float32 and encoded again, page by page,
     so no dequantised copy of the pool exists. Values beyond the new dialect's range saturate.
 
+    Args:
+        cache: the cache, which stays as it is.
+        config: the config of the result. It may differ in ``platform``, ``kv_cache_dtype``, ``nsa_kv_cache_store_fp8`` and
+            ``scale_mode``.
+
+    Returns:
+        A cache of ``config``.
+
     Raises:
+        TypeError: if ``config`` is no CacheConfig.
         ValueError: if layers, pages, page size, ``use_nsa`` or the geometry differ.
+
+    Example:
+        >>> import dataclasses, jax, jax.numpy as jnp, mla_jax as mla
+        >>> config = mla.CacheConfig(
+        ...     geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=2, page_size=4, platform="cpu",
+        ...     kv_cache_dtype="fp8_e4m3",
+        ... )
+        >>> cache = jax.jit(mla.write_kv)(mla.init_cache(config), 0, jnp.array([4]), jnp.ones((1, 512)), jnp.ones((1, 64)))
+        >>> mi300 = jax.jit(mla.convert, static_argnames="config")(cache, dataclasses.replace(config, platform="gfx942"))
+        >>> [int(jax.jit(mla.raw_rows)(c, 0, jnp.array([4]))[0, 0]) for c in (cache, mi300)]  # the codes of 1.0
+        [56, 64]
     """
     check_cache("convert", cache)
     old = cache.config

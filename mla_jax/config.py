@@ -42,17 +42,31 @@ class CacheConfig:
     Attributes:
         geometry: model dimensions.
         num_layers: attention layers, the leading axis of the latent pool.
-        num_pages: pages a layer, the null page 0 included.
-        page_size: tokens a page, a power of two.
+        num_pages: pages a layer, the null page 0 included; at least 2.
+        page_size: tokens a page, a power of two; ``num_pages * page_size`` stays below 2^31, as slots are int32.
         num_index_layers: layers with an indexer of their own; None: all of them with ``use_nsa``, else none.
         platform: "cpu", "cuda", "gfx942" or "gfx950": the chip whose FP8 dialect is stored; None: the default device's.
         use_nsa: the model has an indexer, index-key pages are allocated.
-        kv_cache_dtype: "auto", "float32", "bfloat16", "float16", "fp8_e4m3" or "fp8_e5m2".
+        kv_cache_dtype: "auto", "float32", "bfloat16", "float16", "fp8_e4m3" or "fp8_e5m2", or an array dtype; of these
+            either e4m3 means "fp8_e4m3", the platform's own. "auto": "fp8_e4m3" for packed rows, else "bfloat16".
         nsa_kv_cache_store_fp8: store packed rows with scales (SGLang's name for it; 656 bytes for 512 + 64).
         scale_mode: "pow2" (FlashMLA) or "fp32" (SGLang), for packed rows and FP8 index keys.
 
     Raises:
         ValueError: for any combination that has no layout, with what was given and what is allowed.
+
+    Example:
+        >>> import mla_jax as mla
+        >>> config = mla.CacheConfig(
+        ...     geometry=mla.GEOMETRIES["glm-5"], num_layers=2, num_pages=64, platform="gfx942", use_nsa=True,
+        ...     kv_cache_dtype="fp8_e4m3",
+        ... )
+        >>> config.layout.name, config.write_path.name, config.fp8_dtype.name, config.index_layout.dialect
+        ('raw_e4m3fnuz', 'RAW_FUSED', 'float8_e4m3fnuz', 'e4m3fnuz')
+        >>> config.layout.row_bytes, config.index_layout.token_bytes, config.bytes_per_token  # 2 * (576 + 132)
+        (576, 132, 1416)
+        >>> config.capacity, config.kv_shape, config.index_shape  # 32-bit words
+        (4096, (2, 64, 64, 144), (2, 64, 2112))
     """
 
     geometry: MLAGeometry
@@ -122,7 +136,7 @@ class CacheConfig:
 
     @property
     def fp8_dtype(self) -> np.dtype:
-        """The platform's e4m3: jnp.float8_e4m3fnuz on gfx942, jnp.float8_e4m3fn elsewhere."""
+        """The platform's e4m3, jnp.float8_e4m3fnuz on gfx942 and jnp.float8_e4m3fn elsewhere."""
         return FP8_DTYPES[devices.e4m3_dialect(self._platform)]
 
     @property
@@ -132,7 +146,7 @@ class CacheConfig:
 
     @property
     def layout(self) -> CacheLayout:
-        """The bytes of a latent row."""
+        """The bytes of a latent row, as ``platform``, ``kv_cache_dtype`` and ``nsa_kv_cache_store_fp8`` decide."""
         R, P = self.geometry.kv_lora_rank, self.geometry.qk_rope_head_dim
         if self.nsa_kv_cache_store_fp8:
             return CacheLayout(name="packed", kv_lora_rank=R, qk_rope_head_dim=P, scale_mode=self.scale_mode)
@@ -159,21 +173,22 @@ class CacheConfig:
 
     @property
     def write_path(self) -> WritePath:
+        """How a row is written; :attr:`CacheLayout.write_path` of the layout."""
         return self.layout.write_path
 
     @property
     def capacity(self) -> int:
-        """Slots, the null page's included."""
+        """Slots, the null page's included; ``num_pages * page_size`` of them."""
         return self.num_pages * self.page_size
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the latent pool: [num_layers, num_pages, page_size, words a row]."""
+        """Shape of the latent pool, ``[num_layers, num_pages, page_size, words a row]``."""
         return (self.num_layers, self.num_pages, self.page_size, self.layout.row_words)
 
     @property
     def index_shape(self) -> tuple[int, ...] | None:
-        """Shape of the index-key pool: [num_index_layers, num_pages, *page]."""
+        """Shape of the index-key pool, ``[num_index_layers, num_pages, *page]``; None without ``use_nsa``."""
         layout = self.index_layout
         return None if layout is None else (self._index_layers, self.num_pages, *layout.page_shape)
 
@@ -184,7 +199,7 @@ class CacheConfig:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token over all layers, latent rows and index keys; times capacity it is the size of the pools."""
+        """Bytes of one token over all layers, latent rows and index keys; times ``capacity`` it is the size of the pools."""
         index = self.index_layout
         return self.num_layers * self.layout.row_bytes + (0 if index is None else self._index_layers * index.token_bytes)
 
@@ -192,59 +207,24 @@ class CacheConfig:
 def pages_that_fit(config: CacheConfig, nbytes: int) -> int:
     """The largest ``num_pages`` whose pools take at most ``nbytes`` bytes; ``config.num_pages`` itself does not matter.
 
-    Below 2 pages it is no valid ``num_pages`` (the null page needs another beside it), and above it stays within int32 slots.
+    Args:
+        config: a config of the cache, with any number of pages.
+        nbytes: memory for the pools, in bytes.
+
+    Returns:
+        Pages. Below 2 it is no valid ``num_pages`` (the null page needs another beside it). Slots stay within int32.
 
     Raises:
         ValueError: for a negative number of bytes.
+
+    Example:
+        >>> import dataclasses, mla_jax as mla
+        >>> config = mla.CacheConfig(geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu")
+        >>> mla.pages_that_fit(config, 2**30)  # pages of 4 * 1152 bytes
+        233016
+        >>> dataclasses.replace(config, num_pages=mla.pages_that_fit(config, 2**30)).capacity
+        932064
     """
     if nbytes < 0:
         raise ValueError(f"pages_that_fit: nbytes must be >= 0, got {nbytes}")
     return min(int(nbytes) // (config.bytes_per_token * config.page_size), (2**31 - 1) // config.page_size)
-
-
-_REASONS = {
-    WritePath.PLAIN: "rows are stored as {layout.name}, a plain IEEE cast",
-    WritePath.RAW_FUSED: "rows are FP8 ({layout.dialect}) without scales: one fused kernel encodes and stores",
-    WritePath.SCALED: "rows are packed: {layout.dialect} codes, one float32 scale a group of 128, bfloat16 rope",
-}
-_REJECTIONS = {
-    WritePath.PLAIN: "the rows hold FP8 codes, which a cast to a wider type would not produce",
-    WritePath.RAW_FUSED: {
-        True: "packed rows carry scales that a raw write would leave unwritten",
-        False: "the rows hold {layout.name} numbers, not FP8 codes",
-    },
-    WritePath.SCALED: "the layout has no scales (nsa_kv_cache_store_fp8 is off)",
-}
-
-
-def explain(config: CacheConfig) -> str:
-    """The write path a config resolves to and why, why the others were rejected, and what a token costs.
-
-    Returns:
-        Lines of text, ending without a newline.
-    """
-    layout, index = config.layout, config.index_layout
-    fields = ", ".join(f"[{f.start}, {f.stop}) {f.name} {f.dtype}" for f in layout.byte_map)
-    lines = [
-        f"write path    {config.write_path.name}: {_REASONS[config.write_path].format(layout=layout)}",
-    ]
-    for path in WritePath:
-        if path is not config.write_path:
-            reason = _REJECTIONS[path]
-            reason = reason[layout.is_packed] if isinstance(reason, dict) else reason
-            lines.append(f"  not {path.name:<9} {reason.format(layout=layout)}")
-    lines += [
-        "decided by    the layout alone (packed -> SCALED, other FP8 -> RAW_FUSED, else PLAIN), while tracing",
-        f"platform      {config.platform}: its e4m3 is {config.fp8_dtype.name}",
-        f"layout        {layout.name}, {layout.row_bytes} bytes a row: {fields}",
-    ]
-    if index is not None:
-        keys = "float32" if index.dialect is None else f"{index.dialect} with {index.scale_mode} scales"
-        lines.append(f"index keys    {index.token_bytes} bytes a token in {config.num_index_layers} layers: {keys}")
-    lines += [
-        f"per token     {config.bytes_per_token:,} bytes over {config.num_layers} layers",
-        f"tokens/GiB    {2**30 // config.bytes_per_token:,}",
-        f"capacity      {config.capacity:,} slots in {config.num_pages:,} pages of {config.page_size}, "
-        f"{config.capacity * config.bytes_per_token / 2**30:.3f} GiB",
-    ]
-    return "\n".join(lines)

@@ -23,6 +23,16 @@ class IndexerGeometry:
         num_heads: indexer query heads (h).
         head_dim: width of the one indexer key a token (d).
         topk: tokens each query attends to (K).
+
+    Raises:
+        ValueError: unless all three are ints >= 1.
+
+    DeepSeek-V3.2 report, section 2.1; ``index_n_heads``, ``index_head_dim`` and ``index_topk`` of config.json.
+
+    Example:
+        >>> import mla_jax as mla
+        >>> mla.IndexerGeometry(num_heads=32, head_dim=128, topk=2048) == mla.GEOMETRIES["glm-5"].indexer
+        True
     """
 
     num_heads: int
@@ -47,6 +57,18 @@ class MLAGeometry:
         v_head_dim: V.
         softmax_scale: multiplies the logits; (N + P)^-0.5 times the square of yarn's amplitude, never (R + P)^-0.5.
         indexer: the sparse-attention indexer, or None.
+
+    Raises:
+        ValueError: unless the dimensions are ints >= 1 (P: >= 0) and the scale is finite and positive.
+
+    Example:
+        >>> import mla_jax as mla
+        >>> geometry = mla.MLAGeometry(
+        ...     num_heads=4, q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=48, qk_rope_head_dim=16, v_head_dim=32,
+        ...     softmax_scale=(48 + 16) ** -0.5,
+        ... )
+        >>> geometry.softmax_scale, geometry.indexer
+        (0.125, None)
     """
 
     num_heads: int
@@ -119,4 +141,10 @@ GEOMETRIES: Mapping[str, MLAGeometry] = MappingProxyType(
         "minicpm3-4b": _preset(40, 768, 256, 64, 32, 64),
     }
 )
-"""Released models by lower-case name, from their published ``config.json``. The table is read-only."""
+"""Released models by lower-case name, from their published ``config.json``. The table is read-only.
+
+Example:
+    >>> import mla_jax as mla
+    >>> sorted(mla.GEOMETRIES)[:3], mla.GEOMETRIES["glm-5"].kv_lora_rank, mla.GEOMETRIES["glm-5"].indexer.topk
+    (['deepseek-r1', 'deepseek-v2-lite', 'deepseek-v3'], 512, 2048)
+"""

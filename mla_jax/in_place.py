@@ -24,6 +24,12 @@ def assert_in_place(
         AssertionError: unless every byte of every cache in ``args`` is aliased to an output and the temporaries stay below
             ``max_temp_bytes``. An undonated cache fails.
         ValueError: if no argument holds a cache.
+
+    Example:
+        >>> import jax.numpy as jnp, mla_jax as mla
+        >>> config = mla.CacheConfig(geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu")
+        >>> rows = jnp.array([4, 5]), jnp.ones((2, 512)), jnp.ones((2, 64))
+        >>> mla.assert_in_place(lambda cache: mla.write_kv(cache, 0, *rows), mla.init_cache(config), donate_argnums=0)
     """
     leaves, in_cache = [], []
     for arg in args:

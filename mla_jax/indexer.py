@@ -45,17 +45,30 @@ def indexer_logits(
         block_tables: int32[S, M], padded with 0 or -1.
         lengths: int32[S], tokens of each sequence, the new ones included.
         cu_q_lens: int32[S + 1], ascending from 0.
-        implementation: None, "xla" or "pallas".
+        implementation: "xla" or "pallas"; None: the best that can run on the device.
 
     Returns:
         float32 [T, M * page_size]; column p belongs to position p of the token's sequence.
 
     Raises:
         TypeError: for other dtypes.
-        ValueError: for other shapes, a static layer out of range, or a cache without index keys.
-        NotImplementedError: if the named implementation cannot.
+        ValueError: for other shapes, a static layer out of range, a cache without index keys, or an unknown implementation.
+        NotImplementedError: if the named implementation cannot; an ExceptionGroup of all reasons if none can.
 
     DeepSeek-V3.2's indexer, as in DeepGEMM's ``fp8_paged_mqa_logits`` with cleaned logits.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> config = mla.CacheConfig(
+        ...     geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu", use_nsa=True,
+        ...     kv_cache_dtype="float32",
+        ... )
+        >>> keys = jnp.array([1.0, 2.0])[:, None] * jnp.ones((2, 128))
+        >>> cache = jax.jit(mla.write_index_k)(mla.init_cache(config), 0, jnp.array([4, 5]), keys)
+        >>> q_index, head_weights = jnp.ones((1, 32, 128)), jnp.full((1, 32), 1 / (32 * 128))
+        >>> batch = jnp.array([[1]]), jnp.array([2]), jnp.array([0, 1])
+        >>> jax.jit(mla.indexer_logits)(q_index, head_weights, cache, 0, *batch).tolist()
+        [[1.0, 2.0, -inf, -inf]]
     """
     op = "indexer_logits"
     check_cache(op, cache)

@@ -43,7 +43,18 @@ LAYOUT_NAMES = (*(f"plain_{d}" for d in PLAIN_DTYPES), *(f"raw_{d}" for d in DIA
 
 
 class WritePath(enum.Enum):
-    """The three ways a row is written. The layout decides; neither the platform nor any flag is asked again."""
+    """The three ways a row is written. The layout decides; neither the platform nor any flag is asked again.
+
+    Attributes:
+        PLAIN: an IEEE cast.
+        RAW_FUSED: one kernel encodes FP8 codes and stores them.
+        SCALED: one kernel writes codes, scales and rope of packed rows.
+
+    Example:
+        >>> import mla_jax as mla
+        >>> mla.CacheLayout(name="raw_e5m2", kv_lora_rank=512, qk_rope_head_dim=64).write_path
+        <WritePath.RAW_FUSED: 'raw_fused'>
+    """
 
     PLAIN = "plain"
     RAW_FUSED = "raw_fused"
@@ -52,7 +63,14 @@ class WritePath(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One field of a row or page: bytes ``[start, stop)`` holding numbers of ``dtype``."""
+    """One field of a row or page: bytes ``[start, stop)`` holding numbers of ``dtype``.
+
+    Attributes:
+        name: what it holds: "latent", "scales", "rope" or "keys".
+        start: its first byte.
+        stop: the byte behind its last.
+        dtype: name of the numbers' type, as ``jnp.dtype`` and ``ml_dtypes`` spell it.
+    """
 
     name: str
     start: int
@@ -81,6 +99,21 @@ class CacheLayout:
         kv_lora_rank: R.
         qk_rope_head_dim: P, may be 0.
         scale_mode: how a packed row's scales are chosen; None in every other layout.
+
+    Raises:
+        ValueError: for an unknown name, impossible widths, or a scale_mode that does not go with the name.
+
+    Example:
+        >>> import mla_jax as mla
+        >>> packed = mla.CacheLayout(name="packed", kv_lora_rank=512, qk_rope_head_dim=64, scale_mode="pow2")
+        >>> [(field.name, field.start, field.stop) for field in packed.byte_map]
+        [('latent', 0, 512), ('scales', 512, 528), ('rope', 528, 656)]
+        >>> packed.row_bytes, packed.row_words, packed.word_dtype.name, packed.dialect, packed.write_path.name
+        (656, 164, 'uint32', 'e4m3fn', 'SCALED')
+        >>> packed.is_packed, packed.is_raw, packed.is_plain
+        (True, False, False)
+        >>> mla.CacheLayout(name="plain_float16", kv_lora_rank=512, qk_rope_head_dim=64).number_dtype.name
+        'float16'
     """
 
     name: str
@@ -105,14 +138,17 @@ class CacheLayout:
 
     @property
     def is_packed(self) -> bool:
+        """Codes with scales, and bfloat16 rope."""
         return self.name == "packed"
 
     @property
     def is_raw(self) -> bool:
+        """FP8 codes without scales, rope among them."""
         return self.name.startswith("raw_")
 
     @property
     def is_plain(self) -> bool:
+        """IEEE numbers."""
         return self.name.startswith("plain_")
 
     @property
@@ -157,7 +193,7 @@ class CacheLayout:
 
     @property
     def word_dtype(self) -> np.dtype:
-        """Element type of the pool: an unsigned word, as wide as the number in plain rows, as wide as the fields allow elsewhere.
+        """The pool's element type, an unsigned word, as wide as the number in plain rows and as the fields allow elsewhere.
 
         A word never straddles two fields, so each field is written and read as whole words. Plain rows are words too: XLA on a CPU
         scatters bfloat16 through a float32 copy of the whole pool, and words keep every bit.
@@ -188,6 +224,19 @@ class IndexLayout:
         page_size: S, tokens a page.
         dialect: the FP8 encoding of the codes; None for float32 keys.
         scale_mode: how scales are chosen; None for float32 keys.
+
+    Raises:
+        ValueError: if one of dialect and scale_mode is None and the other is not.
+
+    SGLang 0.5.23 ``index_k_with_scale_buffer``.
+
+    Example:
+        >>> import mla_jax as mla
+        >>> pages = mla.IndexLayout(head_dim=128, page_size=64, dialect="e4m3fn", scale_mode="pow2")
+        >>> [(field.name, field.start, field.stop) for field in pages.byte_map]
+        [('keys', 0, 8192), ('scales', 8192, 8448)]
+        >>> pages.token_bytes, pages.page_bytes, pages.groups, pages.page_shape, pages.word_dtype.name
+        (132, 8448, 1, (2112,), 'uint32')
     """
 
     head_dim: int
@@ -201,7 +250,7 @@ class IndexLayout:
 
     @property
     def groups(self) -> int:
-        """Scales a token: one for each 128 channels or part."""
+        """Scales a token, one for each 128 channels or part."""
         return -(-self.head_dim // GROUP)
 
     @property
@@ -215,10 +264,12 @@ class IndexLayout:
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of one page in one index layer. Pages are never padded."""
         return self.byte_map[-1].stop
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of one token in one index layer, its scales included."""
         return self.page_bytes // self.page_size
 
     @property
@@ -228,7 +279,7 @@ class IndexLayout:
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """Shape of one page in words: [S, d] for float32 keys, else one run of keys, then scales."""
+        """Shape of one page in words, ``[S, d]`` for float32 keys, else one run of keys, then scales."""
         if self.dialect is None:
             return (self.page_size, self.head_dim)
         return (self.page_bytes // self.word_dtype.itemsize,)

@@ -30,6 +30,13 @@ def merge_lse(
         ValueError: for other shapes.
 
     The combine step of FlashMLA's split-KV decode (``csrc/smxx/combine.cu``), with empty parts defined.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> outs = jnp.array([1.0, 5.0])[:, None, None] * jnp.ones((2, 1, 4))  # one key each, of equal logits
+        >>> out, lse = jax.jit(mla.merge_lse)(outs, jnp.zeros((2, 1)))
+        >>> out.tolist(), round(float(lse[0]), 4)
+        ([[3.0, 3.0, 3.0, 3.0]], 0.6931)
     """
     op = "merge_lse"
     if np.ndim(outs) < 3:

@@ -12,7 +12,18 @@ Int32Array = NDArray[np.int32]
 
 
 class OutOfPagesError(RuntimeError):
-    """More pages were asked for than are free. The allocator is as it was."""
+    """More pages were asked for than are free. The allocator is as it was.
+
+    Example:
+        >>> import mla_jax as mla
+        >>> config = mla.CacheConfig(geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu")
+        >>> allocator = mla.PageAllocator(config)
+        >>> try:
+        ...     allocator.allocate(9)
+        ... except mla.OutOfPagesError as error:
+        ...     print(error)
+        9 tokens need 3 more pages of 4 tokens, 2 are free of 2
+    """
 
 
 class Allocation(NamedTuple):
@@ -21,6 +32,13 @@ class Allocation(NamedTuple):
     Attributes:
         pages: int32[M], page ids in order: a row of a block table.
         slots: int32[T], page * page_size + offset of each token, in order.
+
+    Example:
+        >>> import mla_jax as mla
+        >>> config = mla.CacheConfig(geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu")
+        >>> pages, slots = mla.PageAllocator(config).allocate(5)
+        >>> pages.tolist(), slots.tolist()
+        ([1, 2], [4, 5, 6, 7, 8])
     """
 
     pages: Int32Array
@@ -32,17 +50,27 @@ class PageAllocator:
 
     An allocation is known by what it is, not by the ids in it: one that was freed or extended is refused, even when its pages have
     been handed out again since. Its pages alone will do too, and are known by their ids. An operation that raises has changed
-    nothing.
-
-    Example:
-        >>> allocator = PageAllocator(config)
-        >>> prompt = allocator.allocate(100)            # write_kv(cache, layer, prompt.slots, ...)
-        >>> grown = allocator.extend(prompt, 1)         # the new token's slot is grown.slots[-1]
-        >>> tables = allocator.block_tables([grown])
-        >>> allocator.free(grown)
+    nothing. Host side, numpy alone: nothing here is traced.
 
     Args:
         config: the cache's config, of which page_size and num_pages count.
+
+    Raises:
+        TypeError: if ``config`` is no CacheConfig.
+
+    Example:
+        >>> import mla_jax as mla
+        >>> config = mla.CacheConfig(geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu")
+        >>> allocator = mla.PageAllocator(config)
+        >>> prompt = allocator.allocate(4)              # write_kv(cache, layer, prompt.slots, ...)
+        >>> grown = allocator.extend(prompt, 1)         # the new token's slot is grown.slots[-1]
+        >>> int(grown.slots[-1]), allocator.num_free_pages
+        (8, 0)
+        >>> allocator.block_tables([grown], num_columns=3).tolist()
+        [[1, 2, 0]]
+        >>> allocator.free(grown)
+        >>> allocator.num_free_pages
+        2
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -56,10 +84,17 @@ class PageAllocator:
 
     @property
     def num_free_pages(self) -> int:
+        """Pages that can still be handed out."""
         return len(self._free)
 
     def allocate(self, n_tokens: int) -> Allocation:
         """Pages for a new sequence of ``n_tokens`` tokens; none for 0.
+
+        Args:
+            n_tokens: tokens, an int >= 0.
+
+        Returns:
+            Its pages, int32[ceil(n_tokens / page_size)], and the slots of its tokens, int32[n_tokens].
 
         Raises:
             OutOfPagesError: if too few pages are free.
@@ -72,6 +107,13 @@ class PageAllocator:
 
         The last page is filled before another is taken. The old allocation is used up: only the new one can be extended or freed.
 
+        Args:
+            allocation: one that is held, or its pages.
+            n_tokens: more tokens, an int >= 0.
+
+        Returns:
+            The new allocation, old tokens first.
+
         Raises:
             OutOfPagesError: if too few pages are free; the old allocation then stays good.
             ValueError: unless n_tokens is an int >= 0, and for an allocation that is not held (any more).
@@ -82,6 +124,9 @@ class PageAllocator:
     def free(self, allocation: Allocation | Int32Array) -> None:
         """Takes the pages back.
 
+        Args:
+            allocation: one that is held, or its pages.
+
         Raises:
             ValueError: for an allocation that is not held (any more).
         """
@@ -91,11 +136,14 @@ class PageAllocator:
             self._free.extend(int(page) for page in reversed(pages))
 
     def block_tables(self, allocations: Sequence[Allocation], num_columns: int | None = None) -> Int32Array:
-        """int32[S, M]: the pages of each allocation, padded with the null page.
+        """The pages of each allocation, padded with the null page: the ``block_tables`` of the attentions.
 
         Args:
             allocations: S of them.
             num_columns: M; None: the pages of the largest.
+
+        Returns:
+            int32[S, M].
 
         Raises:
             ValueError: if M is too small, and for an allocation that is not held (any more).

@@ -28,6 +28,13 @@ def expand_rows(
     Raises:
         ValueError: for other shapes or a negative T.
         TypeError: for anything but integers.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> tables, lengths, cu_q_lens = jnp.array([[1, 2], [3, 0]]), jnp.array([7, 2]), jnp.array([0, 2, 3])
+        >>> of_tokens, visible = jax.jit(mla.expand_rows, static_argnames="T")(tables, lengths, cu_q_lens, T=4)
+        >>> of_tokens.tolist(), visible.tolist()
+        ([[1, 2], [1, 2], [3, 0], [0, 0]], [6, 7, 2, 0])
     """
     num_tokens = checks.static_int("expand_rows", "T", T, 0)
     tables, lengths, cu = sequences("expand_rows", block_tables, lengths, cu_q_lens)
@@ -57,6 +64,12 @@ def positions_to_slots(
     Raises:
         ValueError: for other shapes, a page_size that is no power of two, num_pages < 1.
         TypeError: for anything but integers.
+
+    Example:
+        >>> import functools, jax, jax.numpy as jnp, mla_jax as mla
+        >>> to_slots = jax.jit(functools.partial(mla.positions_to_slots, page_size=4))
+        >>> to_slots(jnp.array([[0, 5, -1, 8]]), jnp.array([[7, 2]])).tolist()  # 7 * 4 + 0 and 2 * 4 + 1
+        [[28, 9, -1, -1]]
     """
     op = "positions_to_slots"
     size = checks.static_int(op, "page_size", page_size, 1)

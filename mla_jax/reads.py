@@ -35,6 +35,14 @@ def read_kv(
 
     Raises:
         ValueError, TypeError: as :func:`mla_jax.write_kv`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> config = mla.CacheConfig(geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu")
+        >>> cache = jax.jit(mla.write_kv)(mla.init_cache(config), 0, jnp.array([4]), jnp.ones((1, 512)), jnp.ones((1, 64)))
+        >>> c_kv, k_rope = jax.jit(mla.read_kv)(cache, 0, jnp.array([4, 5, 99]))  # written, zeros, no slot
+        >>> c_kv.shape, k_rope.shape, c_kv[:, 0].tolist()
+        ((3, 512), (3, 64), [1.0, 0.0, 0.0])
     """
     check_cache("read_kv", cache)
     scale = checks.k_scale_array("read_kv", k_scale, cache.config.layout)
@@ -54,6 +62,17 @@ def raw_rows(cache: PagedMLACache, layer: int | Int32[ArrayIn, ""], slots: Int32
 
     Returns:
         uint8 [T, W] with W = ``cache.config.layout.row_bytes``, fields as in ``cache.config.layout.byte_map``.
+
+    Raises:
+        ValueError, TypeError: as :func:`mla_jax.write_kv`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> config = mla.CacheConfig(geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu")
+        >>> cache = jax.jit(mla.write_kv)(mla.init_cache(config), 0, jnp.array([4]), jnp.ones((1, 512)), jnp.ones((1, 64)))
+        >>> row = jax.jit(mla.raw_rows)(cache, 0, jnp.array([4]))
+        >>> row.shape, row.dtype.name, bytes(row[0, :4].tolist()).hex()  # 1.0 in bfloat16 is 0x3f80, little endian
+        ((1, 1152), 'uint8', '803f803f')
     """
     check_cache("raw_rows", cache)
     words, valid = _gather("raw_rows", cache, layer, slots)
@@ -75,7 +94,17 @@ def read_index_k(
         [T, d].
 
     Raises:
-        ValueError: for a cache without index keys.
+        ValueError, TypeError: as :func:`mla_jax.write_kv`; ValueError for a cache without index keys.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> config = mla.CacheConfig(
+        ...     geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu", use_nsa=True
+        ... )
+        >>> cache = jax.jit(mla.write_index_k)(mla.init_cache(config), 0, jnp.array([4]), jnp.ones((1, 128)))
+        >>> keys = jax.jit(mla.read_index_k)(cache, 0, jnp.array([4, 5]))
+        >>> keys.shape, keys[:, 0].tolist()
+        ((2, 128), [1.0, 0.0])
     """
     check_cache("read_index_k", cache)
     layout, num_layers = index_facts("read_index_k", cache)

@@ -32,6 +32,15 @@ def straight_through(
     Raises:
         TypeError: for other dtypes.
         ValueError: for other widths.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> layout = mla.CacheLayout(name="raw_e4m3fn", kv_lora_rank=2, qk_rope_head_dim=1)
+        >>> rounded = jax.jit(lambda c: mla.straight_through(c, jnp.zeros(1), layout)[0])
+        >>> rounded(jnp.array([1.03, 500.0])).tolist()  # three bits of mantissa, at most 448
+        [1.0, 448.0]
+        >>> jax.jit(jax.grad(lambda c: rounded(c).sum()))(jnp.array([1.03, 500.0])).tolist()
+        [1.0, 1.0]
     """
     op = "straight_through"
     lead = tuple(np.shape(c_kv)[:-1])
@@ -42,7 +51,25 @@ def straight_through(
 
 
 def straight_through_index(k: Float[ArrayIn, "*lead d"], layout: IndexLayout) -> Float[Array, "*lead d"]:
-    """:func:`straight_through` for index keys and ``config.index_layout``."""
+    """:func:`straight_through` for index keys and ``config.index_layout``.
+
+    Args:
+        k: [..., d], float32, bfloat16 or float16.
+        layout: ``config.index_layout`` of any :class:`mla_jax.CacheConfig` with ``use_nsa=True``.
+
+    Returns:
+        [..., d] in its own dtype.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: for another width.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> layout = mla.IndexLayout(head_dim=2, page_size=4, dialect="e4m3fn", scale_mode="pow2")
+        >>> jax.jit(lambda k: mla.straight_through_index(k, layout))(jnp.array([1.03, 448.0])).tolist()
+        [1.0, 448.0]
+    """
     (keys,) = checks.floats("straight_through_index", {"k": (*np.shape(k)[:-1], layout.head_dim)}, k=k)
     return _with_identity_gradient(lambda k: (_stored_keys(k, layout),), keys)[0]
 

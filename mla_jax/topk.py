@@ -31,6 +31,12 @@ def select_topk(logits: Float[ArrayIn, "T C"], visible_lengths: Int32[ArrayIn, "
         ValueError: for other shapes or a negative k.
 
     The selection of DeepSeek-V3.2's indexer (``index_topk``), which leaves ties unspecified.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> top2 = jax.jit(mla.select_topk, static_argnames="k")
+        >>> top2(jnp.array([[1.0, 3.0, 3.0, 9.0], [5.0, 0.0, 0.0, 0.0]]), jnp.array([3, 1]), k=2).tolist()
+        [[1, 2], [0, -1]]
     """
     op = "select_topk"
     k = checks.static_int(op, "k", k, 0)

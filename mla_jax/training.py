@@ -61,10 +61,11 @@ def attention(
 
     Example:
         >>> import jax, jax.numpy as jnp, mla_jax as mla
-        >>> q, k = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 8))
+        >>> q, k = jnp.zeros((1, 3, 2, 8)), jnp.ones((1, 3, 8))
         >>> loss = lambda c: mla.attention(q, q[..., :4], c, k[..., :4], softmax_scale=0.1)[0].sum()
-        >>> jax.grad(loss)(k).shape
-        (1, 3, 8)
+        >>> value, gradient = jax.jit(jax.value_and_grad(loss))(k)
+        >>> float(value), gradient.shape
+        (48.0, (1, 3, 8))
     """
     op = "attention"
     q, keys, precision = _queries_and_keys(op, q_latent, q_rope, c_kv, k_rope, softmax_scale)
@@ -98,18 +99,33 @@ def sparse_attention(
     Gradients of ``c_kv`` and ``k_rope`` add up over the queries that list a row; a choice of positions has none.
 
     Args:
-        q_latent, q_rope, c_kv, k_rope, softmax_scale, out_dtype: as in :func:`attention`.
+        q_latent: [B, T, H, R] queries times W_UK; float32, bfloat16 or float16, as all arrays here.
+        q_rope: [B, T, H, P] rotated queries; P may be 0.
+        c_kv: [B, S, R] latent rows after their norm.
+        k_rope: [B, S, P] rotated keys.
         positions: int32[B, T, K] in [0, S); others, -1 being the usual filler, are passed over wherever they stand. A position
             listed twice counts twice. Nothing is masked by position.
+        softmax_scale: multiplies the logits, as in :func:`attention`.
+        out_dtype: float32, bfloat16 or float16; None: that of q_latent.
 
     Returns:
-        out [B, T, H, R] and lse float32 [B, T, H]; 0 and -inf for a query without a valid position.
+        out [B, T, H, R] in ``out_dtype`` and lse float32 [B, T, H], natural log; 0 and -inf for a query without a
+        valid position.
 
     Raises:
         TypeError: for other dtypes.
         ValueError: for other shapes.
 
     DeepSeek sparse attention, DeepSeek-V3.2 report, section 2.1.
+
+    Example:
+        >>> import functools, jax, jax.numpy as jnp, mla_jax as mla
+        >>> q_latent, q_rope, k_rope = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 1, 2, 4)), jnp.zeros((1, 3, 4))
+        >>> c_kv = jnp.array([1.0, 2.0, 4.0])[:, None] * jnp.ones((1, 3, 8))
+        >>> attend = jax.jit(functools.partial(mla.sparse_attention, softmax_scale=0.1))
+        >>> out, lse = attend(q_latent, q_rope, c_kv, k_rope, jnp.array([[[0, 2, -1]]]))
+        >>> float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 4)  # the mean of 1 and 4, and ln 2
+        (2.5, 0.6931)
     """
     op = "sparse_attention"
     q, keys, precision = _queries_and_keys(op, q_latent, q_rope, c_kv, k_rope, softmax_scale)
@@ -154,8 +170,15 @@ def attention_distribution(
     Equal to the sum over heads, normalised to 1. The weights of all heads are never held at once.
 
     Args:
-        q_latent, q_rope, c_kv, k_rope, softmax_scale, causal, lengths, segment_ids: as in :func:`attention`.
+        q_latent: [B, T, H, R] queries times W_UK, as in :func:`attention`, as all that is not listed with a shape here.
+        q_rope: [B, T, H, P] rotated queries.
+        c_kv: [B, S, R] latent rows after their norm.
+        k_rope: [B, S, P] rotated keys.
+        softmax_scale: multiplies the logits.
         positions: int32[B, T, K]: the weights of :func:`sparse_attention`; causal, lengths and segment_ids then mean nothing.
+        causal: False: every query sees the first ``lengths`` rows.
+        lengths: int32[B], tokens of each sequence, the queries included; None: S.
+        segment_ids: int32[B, S]: a query sees the rows of its own segment alone.
 
     Returns:
         float32 [B, T, S], or [B, T, K], one weight for each entry of ``positions``; 0 for a query that sees nothing.
@@ -163,6 +186,14 @@ def attention_distribution(
     Raises:
         TypeError: for other dtypes.
         ValueError: for other shapes.
+
+    The target of the indexer's loss, DeepSeek-V3.2 report, section 2.1.1.
+
+    Example:
+        >>> import functools, jax, jax.numpy as jnp, mla_jax as mla
+        >>> q_latent, q_rope, c_kv, k_rope = (jnp.zeros(s) for s in ((1, 2, 2, 8), (1, 2, 2, 4), (1, 2, 8), (1, 2, 4)))
+        >>> jax.jit(functools.partial(mla.attention_distribution, softmax_scale=0.1))(q_latent, q_rope, c_kv, k_rope).tolist()
+        [[[1.0, 0.0], [0.5, 0.5]]]
     """
     op = "attention_distribution"
     constants = jax.lax.stop_gradient((q_latent, q_rope, c_kv, k_rope, softmax_scale))
@@ -211,7 +242,9 @@ def indexer_scores(
         q_index: [B, T, h, d] rotated queries; float32, bfloat16 or float16, as all arrays here.
         head_weights: [B, T, h] with every constant in them; may be negative.
         k_index: [B, S, d] keys.
-        causal, lengths, segment_ids: as in :func:`attention`.
+        causal: False: every query sees the first ``lengths`` keys.
+        lengths: int32[B], tokens of each sequence, the queries included; None: S.
+        segment_ids: int32[B, S]: a query sees the keys of its own segment alone.
 
     Returns:
         float32 [B, T, S].
@@ -221,6 +254,13 @@ def indexer_scores(
         ValueError: for other shapes.
 
     The lightning indexer, DeepSeek-V3.2 report, section 2.1.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> q_index, head_weights = jnp.ones((1, 2, 1, 4)), jnp.ones((1, 2, 1))
+        >>> k_index = jnp.array([1.0, -1.0])[:, None] * jnp.ones((1, 2, 4))
+        >>> jax.jit(mla.indexer_scores)(q_index, head_weights, k_index).tolist()
+        [[[4.0, -inf], [4.0, 0.0]]]
     """
     op = "indexer_scores"
     shapes = {"q_index": ("B", "T", "h", "d"), "head_weights": ("B", "T", "h"), "k_index": ("B", "S", "d")}
@@ -269,6 +309,14 @@ def indexer_kl(
         ValueError: for other shapes.
 
     DeepSeek-V3.2 report, section 2.1.1 (continued pre-training), where it is a sum over queries.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> scores, target = jnp.zeros((1, 1, 2)), jnp.array([[[0.5, 0.5]]])
+        >>> float(jax.jit(mla.indexer_kl)(scores, target))  # softmax(scores) is the target
+        0.0
+        >>> round(float(jax.jit(mla.indexer_kl)(scores, jnp.array([[[1.0, 0.0]]]))), 4)
+        0.6931
     """
     op = "indexer_kl"
     (values,) = checks.floats(op, {"scores": ("B", "T", "S")}, scores=scores)

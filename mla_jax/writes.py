@@ -38,19 +38,34 @@ def write_kv(
         c_kv: [T, R] latents after their norm; float32, bfloat16 or float16.
         k_rope: [T, P] rotated keys, of a dtype of their own; [T, 0] in models without rope.
         k_scale: raw FP8 rows store x / k_scale; a float or float32 scalar. Other layouts take None or a static 1.0.
-        implementation: None, "xla" or "pallas".
+        implementation: "xla" or "pallas"; None: the best that can run on the device.
 
     Returns:
         The updated cache.
 
     Raises:
         TypeError: for other dtypes.
-        ValueError: for other shapes, a static layer out of range, slots beyond int32 in an eager numpy array, or a k_scale the
-            layout has no place for.
-        NotImplementedError: if the named implementation cannot.
+        ValueError: for other shapes, a static layer out of range, slots beyond int32 in an eager numpy array, a k_scale the
+            layout has no place for, or an unknown implementation.
+        NotImplementedError: if the named implementation cannot; an ExceptionGroup of all reasons if none can.
 
     The raw path stores what SGLang 0.5.23's fused FP8 writer does (with saturation), the packed path what its
     ``quantize_k_cache`` and FlashMLA's ``tests/quant.py`` do; each is one kernel here.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> config = mla.CacheConfig(
+        ...     geometry=mla.GEOMETRIES["glm-5"], num_layers=2, num_pages=3, page_size=4, platform="cpu",
+        ...     kv_cache_dtype="fp8_e4m3",
+        ... )
+        >>> write = jax.jit(mla.write_kv, donate_argnames="cache")  # donated: the pool is updated in place
+        >>> cache = mla.init_cache(config)
+        >>> pool = cache.kv.unsafe_buffer_pointer()
+        >>> cache = write(cache, 1, jnp.array([4, 0]), jnp.ones((2, 512)), jnp.ones((2, 64)))  # slot 0 is dropped
+        >>> cache.kv.unsafe_buffer_pointer() == pool
+        True
+        >>> jax.jit(mla.raw_rows)(cache, 1, jnp.array([4, 0]))[:, 0].tolist()  # 56 is the code of 1.0
+        [56, 0]
     """
     check_cache("write_kv", cache)
     config = cache.config
@@ -91,9 +106,9 @@ def write_index_k(
     Args:
         cache: a cache made with ``use_nsa=True``.
         layer: which index layer, an int or a traced int32 scalar.
-        slots: int32[T].
+        slots: int32[T], page * page_size + offset.
         k: [T, d] normalised and rotated keys; float32, bfloat16 or float16.
-        implementation: None, "xla" or "pallas".
+        implementation: "xla" or "pallas"; None: the best that can run on the device.
 
     Returns:
         The updated cache.
@@ -102,6 +117,16 @@ def write_index_k(
         TypeError, ValueError, NotImplementedError: as :func:`write_kv`; ValueError for a cache without index keys.
 
     Page layout and scale rule: SGLang 0.5.23 ``set_index_k_scale_buffer``; DeepSeek-V3.2's indexer.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> config = mla.CacheConfig(
+        ...     geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu", use_nsa=True
+        ... )
+        >>> write = jax.jit(mla.write_index_k, donate_argnames="cache")
+        >>> cache = write(mla.init_cache(config), 0, jnp.array([4]), jnp.ones((1, 128)))
+        >>> cache.index.shape, cache.index.dtype.name  # pages of 4 * (128 + 4) bytes
+        ((1, 3, 132), 'uint32')
     """
     check_cache("write_index_k", cache)
     layout, num_layers = index_facts("write_index_k", cache)

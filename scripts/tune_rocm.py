@@ -1,9 +1,9 @@
 """Chooses the launch parameters of gfx942 and gfx950 by compiling every candidate with the ROCm compiler; needs the rocm extra.
 
-    python scripts/tune_rocm.py [gfx942 gfx950]
+    python scripts/tune_rocm.py [--arch gfx942 gfx950] [--entries dense/raw ...]
 
-Rewrites the tables of kernels/tuning.json and benchmarks/rocm_sweep.json, which holds every candidate's row. About half an hour on
-two cores.
+Rewrites entries of kernels/tuning.json and of benchmarks/rocm_sweep.json, which holds every candidate's row. About half an hour on two
+cores for everything.
 """
 
 import argparse
@@ -26,30 +26,30 @@ def measure(job: tuple[RocmCase, sweep.Tuning]) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("arch", nargs="*", default=list(CHIPS), help="chips (default: all)")
-    archs = parser.parse_args().arch
+    parser.add_argument("--arch", nargs="+", choices=list(CHIPS), default=list(CHIPS), help="chips (default: both)")
+    parser.add_argument("--entries", nargs="+", default=[""], metavar="PATH", help="only entries that begin so, e.g. dense/raw")
+    args = parser.parse_args()
     check_available()
-    results = json.loads(OUT.read_text()) if OUT.exists() else {}
-    for arch in archs:
-        buckets = list(sweep.buckets(arch))
-        jobs = [(case, candidate) for _, case, candidates in buckets for candidate in candidates]
-        rows = pool.run(measure, jobs)
-        choices, table = {}, []
-        for path, _, candidates in buckets:
-            measured = [next(rows) for _ in candidates]
-            chosen = sweep.choose(measured)
-            choices[path] = chosen["tuning"]
-            table.append(
-                {
-                    "entry": "/".join(path),
-                    "chosen": chosen["tuning"],
-                    "candidates": [{k: row[k] for k in KEPT if k in row} for row in measured],
-                }
-            )
-            print(arch, "/".join(path), chosen["tuning"], chosen["estimate"], flush=True)
-        sweep.write_table(arch, choices)
-        results[arch] = {"versions": versions(), "date": datetime.date.today().isoformat(), "entries": table}
-        OUT.write_text(json.dumps(results, indent=1) + "\n")
+    buckets = [
+        (arch, "/".join(path), path, case, candidates)
+        for arch in args.arch
+        for path, case, candidates in sweep.buckets(arch)
+        if "/".join(path).startswith(tuple(args.entries))
+    ]
+    rows = pool.run(measure, [(case, candidate) for *_, case, candidates in buckets for candidate in candidates])
+    for arch, name, path, _, candidates in buckets:
+        measured = [next(rows) for _ in candidates]
+        chosen = sweep.choose(measured)
+        print(arch, name, chosen["tuning"], chosen["estimate"], flush=True)
+        sweep.write_entries(arch, {path: chosen["tuning"]})
+        results = json.loads(OUT.read_text()) if OUT.exists() else {}
+        results.setdefault(arch, {})[name] = {
+            "date": datetime.date.today().isoformat(),
+            "versions": versions(),
+            "chosen": chosen["tuning"],
+            "candidates": [{k: row[k] for k in KEPT if k in row} for row in measured],
+        }
+        OUT.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

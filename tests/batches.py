@@ -122,7 +122,8 @@ def batch(
 def queries(rng: np.random.Generator, *lead: int, R: int = 128, P: int = 16, dtype: Any = np.float32) -> tuple[Any, Any]:
     """Random q_latent [*lead, R] and q_rope [*lead, P]; the last of ``lead`` are the heads."""
     parts = (rng.standard_normal((*lead, width)).astype(np.float32) for width in (R, P))
-    latent, rope = (jnp.asarray(part).astype(dtype) for part in parts)
+    # Rounded by numpy: each shape would be a program of its own.
+    latent, rope = (jnp.asarray(part.astype(jnp.dtype(dtype))) for part in parts)
     return latent, rope
 
 

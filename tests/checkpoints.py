@@ -1,8 +1,9 @@
 """Checkpoints for tests: transformers' tiny ones with their arrays, and random ones of any family."""
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,17 @@ def run(model: models.CausalLM, ids: np.ndarray, **cache: Any):
 
 QUICK: Mapping[str, Any] = {"xla_backend_optimization_level": 0}
 """Compiler options that halve the time to compile; these models are so small that compiling is all that takes time."""
+
+
+@contextlib.contextmanager
+def quick_programs() -> Iterator[None]:
+    """What is compiled meanwhile is compiled as with QUICK: for programs that the library jits itself."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @jax.jit(donate_argnums=1, compiler_options=dict(QUICK))

@@ -127,6 +127,14 @@ def equal_nan(a: Any, b: Any) -> bool:
     return bool(np.all((a == b) & (np.signbit(a) == np.signbit(b)) | (np.isnan(a) & np.isnan(b))))
 
 
+def assert_same_choice(got: Any, want: Any) -> None:
+    """A router's (ids, weights): the same experts with the same weights, in whatever order."""
+    (ids, weights), (want_ids, want_weights) = ([np.asarray(a) for a in pair] for pair in (got, want))
+    order, want_order = np.argsort(ids, -1), np.argsort(want_ids, -1)
+    np.testing.assert_array_equal(np.take_along_axis(ids, order, -1), np.take_along_axis(want_ids, want_order, -1))
+    np.testing.assert_allclose(np.take_along_axis(weights, order, -1), np.take_along_axis(want_weights, want_order, -1), atol=1e-5)
+
+
 def temporaries(fn: Callable[..., Any], *args: Any, donate_argnums: Any = ()) -> int:
     """Bytes of temporaries that XLA allocates for ``fn``."""
     memory: Any = jax.jit(fn, donate_argnums=donate_argnums).lower(*args).compile().memory_analysis()

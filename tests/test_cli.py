@@ -36,7 +36,7 @@ def test_bad_flags_exit_with_2_and_one_line(argv: list[str], capsys: pytest.Capt
     assert error.startswith("mla-jax") and error.count("\n") == 1 and len(error) > 20
 
 
-@pytest.mark.parametrize("command", ["info", "demo", "bench"])
+@pytest.mark.parametrize("command", ["info", "demo", "bench", "verify-rocm"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])

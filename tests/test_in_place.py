@@ -72,8 +72,15 @@ def test_index_write_is_in_place(layout, implementation):
     mla.assert_in_place(fn, big(layout, head_dim=128), *arguments, donate_argnums=0)
 
 
-@pytest.mark.parametrize("layout", ["raw_e4m3fnuz", "packed_pow2"])
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize(
+    ("layout", "implementation"),
+    [
+        ("raw_e4m3fnuz", "xla"),
+        ("packed_pow2", "pallas"),
+        pytest.param("raw_e4m3fnuz", "pallas", marks=pytest.mark.slow),
+        pytest.param("packed_pow2", "xla", marks=pytest.mark.slow),
+    ],
+)
 def test_temporaries_do_not_grow_with_the_pool(layout, implementation):
     fn = functools.partial(write, implementation=implementation)
     assert_in_place_at_any_size(fn, functools.partial(big, layout), LAYER, *kv_arguments())
@@ -116,7 +123,12 @@ def loop_of_scans(cache, slots, c_kv, k_rope, k, *, implementation):
 
 @pytest.mark.parametrize(
     ("layout", "implementation"),
-    [("plain_bfloat16", "xla"), ("raw_e4m3fnuz", "pallas"), ("packed_pow2", "xla"), ("packed_pow2", "pallas")],
+    [
+        ("plain_bfloat16", "xla"),
+        ("raw_e4m3fnuz", "pallas"),
+        pytest.param("packed_pow2", "xla", marks=pytest.mark.slow),
+        ("packed_pow2", "pallas"),
+    ],
 )
 def test_decoding_loop_is_in_place(layout, implementation):
     # Reading after writing in the same step included: a scan over layers inside a loop over steps.

@@ -10,6 +10,7 @@ import pytest
 
 import mla_jax as mla
 from batches import LAYER, Batch, batch, call_cost, check, poisons, queries, relative_error
+from checkpoints import quick_programs
 from helpers import INDEX_LAYOUTS, config
 from mla_jax import reference
 
@@ -18,6 +19,13 @@ NEW = [0, 1, 5, 33, 20, 0]
 HEADS = 3
 
 logits_of = jax.jit(mla.indexer_logits, static_argnames="implementation")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    # What decode shares with these is compiled as usual in its own tests.
+    with quick_programs():
+        yield
 
 
 def sums(new: Any) -> np.ndarray:

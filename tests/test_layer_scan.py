@@ -11,11 +11,18 @@ import pytest
 from flax import nnx
 
 import mla_jax as mla
-from checkpoints import QUICK, TINY, random_checkpoint
+from checkpoints import TINY, quick_programs, random_checkpoint
 from helpers import equations
 from mla_jax import layers, models
 
 generation = importlib.import_module("mla_jax.models.generate")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with quick_programs():
+        yield
+
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
@@ -114,8 +121,8 @@ def one_by_one(model, tokens, cache, slots, tables, lengths, cu_q_lens):
 
 @pytest.mark.slow
 def test_scanning_layers_changes_nothing(deep):
-    want = jax.jit(one_by_one, compiler_options=dict(QUICK))(deep, *arguments(deep))
-    got = jax.jit(lambda model, *call: model.trace(*call), compiler_options=dict(QUICK))(deep, *arguments(deep))
+    want = jax.jit(one_by_one)(deep, *arguments(deep))
+    got = jax.jit(lambda model, *call: model.trace(*call))(deep, *arguments(deep))
     assert len(got[2]) == 6
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -177,7 +184,7 @@ def test_in_place_over_many_layers(deep):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("packed", [False, True])
 def test_generation_is_in_place(packed):
     model = models.abstract_model({**TINY, **DEEP, "kv_lora_rank": 128})
     cache_config = model.cache_config(num_pages=1000, nsa_kv_cache_store_fp8=packed, platform="cpu")
@@ -185,7 +192,7 @@ def test_generation_is_in_place(packed):
     done, cache = jnp.zeros(2, bool), jax.eval_shape(lambda: mla.init_cache(cache_config))
     state = generation._Decoding(jnp.int32(1), ids, ids, done, ids, jnp.zeros((2, 8), jnp.int32), cache)
     sampler = generation._Sampler(key=None, temperature=jnp.float32(0), top_p=None, stop_ids=ids)
-    compiled = generation._decode.lower(model, shapes(state), table, sampler, 5, implementation=None).compile(dict(QUICK))
+    compiled = generation._decode.lower(model, shapes(state), table, sampler, 5, implementation=None).compile()
     memory: Any = compiled.memory_analysis()
     pool_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes >= pool_bytes > 50 * 2**20
@@ -213,7 +220,7 @@ def test_traces_that_go_unused_are_not_kept(deep):
     call = jax.eval_shape(lambda: arguments(deep))
 
     def temporaries(fn) -> int:
-        compiled = jax.jit(fn, donate_argnums=2).lower(shapes(deep), *call).compile(dict(QUICK))
+        compiled = jax.jit(fn, donate_argnums=2).lower(shapes(deep), *call).compile()
         memory: Any = compiled.memory_analysis()
         return memory.temp_size_in_bytes
 
@@ -235,7 +242,7 @@ def test_experts_are_not_copied():
     config = {**TINY, "model_type": "deepseek_v3", "num_hidden_layers": 4, "n_routed_experts": 256, "moe_intermediate_size": 64}
     model: Any = models.abstract_model(config)
     call = jax.eval_shape(lambda: arguments(model))
-    compiled = jax.jit(lambda model, *call: model(*call), donate_argnums=2).lower(model, *call).compile(dict(QUICK))
+    compiled = jax.jit(lambda model, *call: model(*call), donate_argnums=2).lower(model, *call).compile()
     memory: Any = compiled.memory_analysis()
     experts = model.layers.blocks[1][0].mlp.experts
     assert experts.gate_up.shape == (3, 256, 40, 128)

@@ -11,9 +11,17 @@ from jax.typing import DTypeLike
 
 import mla_jax as mla
 import model_reference as ref
-from checkpoints import QUICK, reference, reference_run
+from checkpoints import quick_programs, reference
+from helpers import assert_same_choice
 from mla_jax import layers, models
 from mla_jax.layers.moe import sort_into_tiles
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with quick_programs():
+        yield
+
 
 # --- products and norms -----------------------------------------------------------------------------------------------
 
@@ -147,15 +155,7 @@ def test_router_follows_its_formula(rng, changes):
         router.e_score_correction_bias[...] = jnp.float32(rng.normal(size=8) * 0.3)
         tensors["mlp.gate.e_score_correction_bias"] = f64(router.e_score_correction_bias[...])
     x = rng.normal(size=(33, 12))
-    assert_same_choice(router(jnp.float32(x)), ref.route(config, tensors, "mlp", x))
-
-
-def assert_same_choice(got, want):
-    """The same experts with the same weights, in whatever order."""
-    (ids, weights), (want_ids, want_weights) = ([np.asarray(a) for a in pair] for pair in (got, want))
-    order, want_order = np.argsort(ids, -1), np.argsort(want_ids, -1)
-    np.testing.assert_array_equal(np.take_along_axis(ids, order, -1), np.take_along_axis(want_ids, want_order, -1))
-    np.testing.assert_allclose(np.take_along_axis(weights, order, -1), np.take_along_axis(want_weights, want_order, -1), atol=1e-5)
+    assert_same_choice(jax.jit(lambda m, x: m(x))(router, jnp.float32(x)), ref.route(config, tensors, "mlp", x))
 
 
 def test_moe_follows_its_formula(rng):
@@ -173,21 +173,16 @@ def test_moe_follows_its_formula(rng):
     config |= {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
     x = rng.normal(size=(33, 12))
     want = ref.moe(config, {f"mlp.{key}": value for key, value in tensors.items()}, "mlp", x)
-    np.testing.assert_allclose(jax.jit(lambda m, x: m(x), compiler_options=dict(QUICK))(moe, jnp.float32(x)), want, atol=2e-5)
+    np.testing.assert_allclose(jax.jit(lambda m, x: m(x))(moe, jnp.float32(x)), want, atol=2e-5)
 
 
-def test_router_equals_transformers():
-    model, arrays = reference("glm_moe_dsa")
-    _, _, _, traces = reference_run("glm_moe_dsa")
-    for layer in (1, 2):
-        want = arrays[f"router_ids_l{layer}"].reshape(80, 3), arrays[f"router_weights_l{layer}"].reshape(80, 3)
-        assert_same_choice(model.layers[layer].mlp.gate(traces[layer].mlp_in), want)
+tiles = jax.jit(sort_into_tiles, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("tile", [1, 8])
 @pytest.mark.parametrize("experts", [[0], [3] * 20, [0, 5, 0, 5, 5, 2], list(range(6)), [5, 4, 3, 2, 1, 0] * 7])
 def test_tiles_hold_rows_of_one_expert(experts, tile):
-    places, tile_experts = sort_into_tiles(jnp.int32(experts), 6, tile)
+    places, tile_experts = tiles(np.array(experts, np.int32), 6, tile)
     places = np.asarray(places)
     assert len(set(places.tolist())) == len(experts) and places.max() < tile * tile_experts.shape[0]
     np.testing.assert_array_equal(np.asarray(tile_experts)[places // tile], experts)

@@ -11,11 +11,17 @@ from flax import nnx
 from flax.nnx import bridge
 
 import mla_jax as mla
-from checkpoints import QUICK, TINY
+from checkpoints import TINY, quick_programs
 from mla_jax import layers, models
 
 SPEC = models.parse_config({**TINY, "model_type": "deepseek_v3", "num_hidden_layers": 3})
 """A dense layer and a segment of two with experts."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with quick_programs():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,7 @@ def batch(model: models.CausalLM) -> tuple[Any, ...]:
 
 
 def compiled(fn, *args: Any) -> Any:
-    return jax.jit(fn, compiler_options=dict(QUICK))(*args)
+    return jax.jit(fn)(*args)
 
 
 def assert_same(got: Any, want: Any) -> None:

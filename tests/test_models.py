@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 import mla_jax as mla
 import model_reference as ref
-from checkpoints import DATA, QUICK, TINY, YARN, config_of, kimi_k25, random_checkpoint, reference, reference_run, run
+from checkpoints import DATA, TINY, YARN, config_of, kimi_k25, quick_programs, random_checkpoint, reference, reference_run, run
+from helpers import assert_same_choice
 from mla_jax import layers, models
 
 LOGITS_ATOL = 2e-4
@@ -23,6 +24,15 @@ FAMILIES = ["glm_moe_dsa", "deepseek_v32_fp8_ckpt", "deepseek_v2", "glm4_moe_lit
 """A checkpoint of each family; one has FP8 weights in blocks."""
 
 NAMES = [*FAMILIES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES[2:], "smooth_glm_moe_dsa"))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with quick_programs():
+        yield
+
+
+gate = jax.jit(lambda router, x: router(x))
 
 
 def relative_rms(got, want) -> float:
@@ -48,9 +58,11 @@ def test_model_equals_transformers(name):
             positions = traces[layer].selection.positions
             np.testing.assert_array_equal(positions, arrays[f"topk_l{layer}"].reshape(80, 8))
         if f"router_ids_l{layer}" in arrays:
+            ids, weights = gate(model.layers[layer].mlp.gate, traces[layer].mlp_in)
             want = arrays[f"router_ids_l{layer}"].reshape(80, -1)
-            ids, _ = model.layers[layer].mlp.gate(traces[layer].mlp_in)
             np.testing.assert_array_equal(np.sort(ids, axis=1), np.sort(want, axis=1))
+            if f"router_weights_l{layer}" in arrays:
+                assert_same_choice((ids, weights), (want, arrays[f"router_weights_l{layer}"].reshape(80, -1)))
 
 
 @pytest.mark.slow
@@ -343,7 +355,7 @@ def test_padding_rows_are_safe_and_the_cache_is_donated(tmp_path, rng):
     # Two equal layers, which are a scan.
     random_checkpoint(tmp_path, rng, model_type="glm_moe_dsa", first_k_dense_replace=0, n_group=1, topk_group=1)
     model = models.from_pretrained(tmp_path)
-    step = jax.jit(lambda model, *call: model(*call), donate_argnums=2, compiler_options=dict(QUICK))
+    step = jax.jit(lambda model, *call: model(*call), donate_argnums=2)
     want, want_cache = step(model, *arguments(model, T=8))
     call = arguments(model, T=8)
     # Whatever padding rows hold, they write nothing, not even where a slot says so, and change no other row.
@@ -361,7 +373,7 @@ def test_padding_rows_are_safe_and_the_cache_is_donated(tmp_path, rng):
 @pytest.mark.slow
 def test_the_step_runs_under_nnx_jit():
     model, _ = reference("glm_moe_dsa")
-    want, _ = model(*arguments(model))
+    want, _ = jax.jit(lambda model, *call: model(*call))(model, *arguments(model))
     logits, _ = nnx.jit(lambda model, *call: model(*call), donate_argnums=2)(model, *arguments(model))
     np.testing.assert_allclose(logits, want, atol=1e-5)
 

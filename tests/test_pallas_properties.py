@@ -31,7 +31,7 @@ from helpers import LAYOUTS, config, oracle_values
 decode, prefill, sparse = interpreted(mla.mla_decode), interpreted(mla.mla_prefill), interpreted(mla.sparse_mla)
 
 FEW = hypothesis.settings(max_examples=6)
-MANY = hypothesis.settings(max_examples=24)
+MANY = hypothesis.settings(max_examples=16)
 
 
 def agrees(got: Any, want: tuple[np.ndarray, np.ndarray], layout: str, dtype: Any) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 import mla_jax as mla
 from batches import LAYER, Batch, batch, call_cost, check, poisons, queries, relative_error, same_bits
+from checkpoints import quick_programs
 from helpers import LAYOUTS, config
 from mla_jax import ragged, reference
 
@@ -19,6 +20,13 @@ NEW = [0, 1, 5, 33, 20, 0]
 
 prefill = jax.jit(mla.mla_prefill, static_argnames=("softmax_scale", "out_dtype", "implementation"))
 decode = jax.jit(mla.mla_decode)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    # What decode shares with these is compiled as usual in its own tests.
+    with quick_programs():
+        yield
 
 
 def sums(new: Any) -> np.ndarray:

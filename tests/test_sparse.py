@@ -10,6 +10,7 @@ import pytest
 
 import mla_jax as mla
 from batches import LAYER, Batch, batch, call_cost, check, poisons, queries, relative_error, same_bits
+from checkpoints import quick_programs
 from helpers import LAYOUTS, config, equations, oracle_values, row_bytes
 from mla_jax import reference
 
@@ -19,6 +20,13 @@ UGLY = (-1, 0, -7, -(2**31), 2**31 - 1)
 sparse = jax.jit(mla.sparse_mla, static_argnames=("softmax_scale", "out_dtype", "implementation"))
 decode = jax.jit(mla.mla_decode)
 write = jax.jit(mla.write_kv)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    # What decode shares with these is compiled as usual in its own tests.
+    with quick_programs():
+        yield
 
 
 def listed(rng: np.random.Generator, case: Batch, *, num_tokens: int = T, lanes: int = K) -> np.ndarray:

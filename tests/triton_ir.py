@@ -5,6 +5,7 @@ would wrap on the chip wraps here.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -76,9 +77,7 @@ class TritonKernel:
         pointer = op.operands[0].owner
         while pointer.name != "tt.addptr":
             pointer = pointer.operands[0].owner
-        base = pointer.operands[0]
-        while not hasattr(base, "arg_number"):
-            base = base.owner.operands[0]
+        base = _base(pointer)
         shape = tuple(int(n) for n in str(op.results[0].type).removeprefix("tensor<").split("x")[:-1])
         offset = _element(pointer.operands[1].type)
         return Load(self.arguments[base.arg_number], _element(op.results[0].type), offset, shape, len(op.operands) > 1)
@@ -130,6 +129,14 @@ def _element(mlir_type: Any) -> str:
     return str(mlir_type).rsplit("x", 1)[-1].rstrip(">")
 
 
+def _base(pointer: Any) -> Any:
+    """The kernel's argument that an address is computed from."""
+    base = pointer.operands[0]
+    while not hasattr(base, "arg_number"):
+        base = base.owner.operands[0]
+    return base
+
+
 def _int_attribute(op: Any, name: str) -> int:
     return int(str(op.attributes[name]).split(" :")[0])
 
@@ -145,6 +152,16 @@ _BINARY: dict[str, Any] = {
 }
 
 
+_COMPARISONS = (np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal)
+"""Signed, in the order of MLIR's predicates."""
+
+
+def _shape(mlir_type: Any) -> tuple[int, ...]:
+    """(16, 64) of "tensor<16x64xi32>", () of "i32"."""
+    text = str(mlir_type)
+    return tuple(int(n) for n in text.split("<")[1].split("x")[:-1]) if text.startswith("tensor<") else ()
+
+
 class _Addresses:
     """Evaluates integer values of a kernel for one layer and one choice of slots."""
 
@@ -153,12 +170,13 @@ class _Addresses:
         self.known: dict[Any, np.ndarray] = {}
 
     def store(self, op: Any) -> Store:
-        assert len(op.operands) == 2, "a masked store: its mask would have to be evaluated too"
         pointer = op.operands[0].owner
         assert pointer.name == "tt.addptr"
         element = _element(op.operands[1].type)
         itemsize = int(element.lstrip("bfi")) // 8
         offsets = np.ravel(self.value(pointer.operands[1])).astype(np.int64)
+        if len(op.operands) > 2:
+            offsets = offsets[np.ravel(self.value(op.operands[2]))]
         return Store(element, _element(pointer.operands[1].type), offsets * itemsize, itemsize)
 
     def value(self, value: Any) -> np.ndarray:
@@ -168,29 +186,38 @@ class _Addresses:
 
     def _compute(self, value: Any) -> np.ndarray:
         op = value.owner
-        dtype = np.dtype(f"int{_element(value.type).removeprefix('i')}")
+        width = _element(value.type).removeprefix("i")
+        dtype = np.dtype(bool if width == "1" else f"int{width}")
         match op.name:
             case "arith.constant":
-                return np.asarray(_int_attribute(op, "value")).astype(dtype)
+                number = re.search(r"-?\d+|true|false", str(op.attributes["value"]))
+                assert number is not None
+                known = {"true": 1, "false": 0}
+                filled = known[number[0]] if number[0] in known else int(number[0])
+                return np.broadcast_to(np.asarray(filled).astype(dtype), _shape(value.type))
             case "tt.get_program_id":
                 return np.zeros((), dtype)
             case "tt.make_range":
                 return np.arange(_int_attribute(op, "start"), _int_attribute(op, "end"), dtype=dtype)
             case "tt.load":
                 pointer = op.operands[0].owner
-                argument = pointer.operands[0].arg_number
+                argument = _base(pointer).arg_number
                 assert argument in (0, 1), "only the layer and the slots may enter an address"
-                row = int(self.value(pointer.operands[1]))
-                return np.asarray(self.layer if argument == 0 else self.slot(row), dtype)
+                rows = self.value(pointer.operands[1])
+                return np.asarray(np.full(rows.shape, self.layer) if argument == 0 else np.vectorize(self.slot)(rows), dtype)
         inputs = [self.value(operand) for operand in op.operands]
         match op.name:
             case "tt.splat" | "tt.broadcast":
-                return np.broadcast_to(inputs[0], [int(n) for n in str(value.type).split("<")[1].split("x")[:-1]])
+                return np.broadcast_to(inputs[0], _shape(value.type))
             case "tt.expand_dims":
                 return np.expand_dims(inputs[0], _int_attribute(op, "axis"))
             case "arith.extui":
                 return inputs[0].view(f"uint{8 * inputs[0].dtype.itemsize}").astype(dtype)
             case "arith.extsi":
                 return inputs[0].astype(dtype)
+            case "arith.cmpi":
+                return _COMPARISONS[_int_attribute(op, "predicate")](*inputs)
+            case "arith.select":
+                return np.where(*inputs)
         with np.errstate(over="ignore"):
             return _BINARY[op.name](*inputs, dtype=dtype)

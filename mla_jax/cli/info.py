@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mla_jax import devices
-from mla_jax.config import KV_CACHE_DTYPES, CacheConfig, explain, pages_that_fit
+from mla_jax.config import KV_CACHE_DTYPES, CacheConfig, pages_that_fit
 from mla_jax.devices import PLATFORMS
+from mla_jax.explain import explain
 from mla_jax.geometry import GEOMETRIES
 from mla_jax.layout import SCALE_MODES
 

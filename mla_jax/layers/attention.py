@@ -37,6 +37,29 @@ class MLAttention(nnx.Module):
         bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have one; the others never do.
         dtype: type of the initial weights.
         rngs: source of the initial weights.
+
+    Raises:
+        ValueError: for kind "full" without ``geometry.indexer`` or ``geometry.q_lora_rank``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> from flax import nnx
+        >>> from mla_jax import layers
+        >>> geometry = mla.MLAGeometry(
+        ...     num_heads=2, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+        ...     softmax_scale=(8 + 4) ** -0.5,
+        ... )
+        >>> layer = nnx.eval_shape(lambda: layers.MLAttention(32, geometry, rngs=nnx.Rngs(0)))
+        >>> layer.w_uk.shape, layer.kv_a_proj_with_mqa.weight.shape
+        ((2, 8, 16), (20, 32))
+        >>> cache = mla.init_cache(mla.CacheConfig(geometry=geometry, num_layers=1, num_pages=2, page_size=4, platform="cpu"))
+        >>> def attend(layer, x, cache):
+        ...     batch = jnp.array([4, 5, 6]), jnp.array([[1]]), jnp.array([3]), jnp.array([0, 3])
+        ...     step = layers.make_step(*batch, layers.RopeSpec(dim=4, theta=10000.0))
+        ...     return layer.queries(x)[1], layer.rows(x, step), layer(x, cache, 0, step)[0]
+        >>> queries, rows, out = jax.eval_shape(attend, layer, jnp.ones((3, 32)), cache)
+        >>> queries.shape, [part.shape for part in rows], out.shape
+        ((3, 2, 12), [(3, 16), (3, 4)], (3, 32))
     """
 
     def __init__(
@@ -91,16 +114,19 @@ class MLAttention(nnx.Module):
         """Writes the rows of x into the cache and attends to all that is visible, the new rows included.
 
         Args:
-            x: the block's input after its norm.
+            x: [T, D], the block's input after its norm.
             cache: the cache.
             layer: which of its layers.
             step: the batch.
             index_layer: which of its index layers; needed by kind "full".
             selection: that of the layer before; needed by kind "shared".
-            implementation: as in the operations.
+            implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
 
         Returns:
-            The output, the cache, and the selection for the next layer: a new one from kind "full", else the one given.
+            The output [T, D], the cache, and the selection for the next layer: a new one from kind "full", else the one given.
+
+        Raises:
+            ValueError: without an index_layer or a selection where one is needed.
         """
         q_latent, q = self.queries(x)
         q_nope, q_rope = jnp.split(q, [self.geometry.qk_nope_head_dim], axis=-1)
@@ -128,7 +154,14 @@ class MLAttention(nnx.Module):
         return self.o_proj(heads_out.reshape(x.shape[0], -1)), cache, selection
 
     def queries(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T Q"] | None, Float[Array, "T H N+P"]]:
-        """The query latent (None without one) and the heads' queries before rotation, nope numbers first."""
+        """The query latent (None without one) and the heads' queries before rotation, nope numbers first.
+
+        Args:
+            x: [T, D], the block's input after its norm.
+
+        Returns:
+            [T, Q] after its norm, or None; and [T, H, N + P].
+        """
         geometry = self.geometry
         width = geometry.qk_nope_head_dim + geometry.qk_rope_head_dim
         if geometry.q_lora_rank is None:
@@ -139,6 +172,14 @@ class MLAttention(nnx.Module):
         return q_latent, q.reshape(-1, geometry.num_heads, width)
 
     def rows(self, x: Float[Array, "T D"], step: Step) -> tuple[Float[Array, "T R"], Float[Array, "T P"]]:
-        """What the cache holds of each row: the normalised latent, and the rotated key, which no norm touches."""
+        """What the cache holds of each row: the normalised latent, and the rotated key, which no norm touches.
+
+        Args:
+            x: [T, D], the block's input after its norm.
+            step: the batch, of which the rotation counts.
+
+        Returns:
+            [T, R] and [T, P], in x's type.
+        """
         c_kv, k_rope = jnp.split(self.kv_a_proj_with_mqa(x), [self.geometry.kv_lora_rank], axis=-1)
         return self.kv_a_layernorm(c_kv), rotate(k_rope, step.cos, step.sin, interleaved=self.rope_interleaved)

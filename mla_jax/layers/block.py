@@ -19,9 +19,21 @@ class BlockTrace(NamedTuple):
     """What happened inside a block, for tests and study. Nothing that goes unused is computed under jit.
 
     Attributes:
-        attn_in, attn_out: [T, D], the attention's input after its norm, its output before the addition.
-        mlp_in, mlp_out: [T, D], the same of the feed-forward block.
+        attn_in: [T, D], the attention's input after its norm.
+        attn_out: [T, D], its output before the addition.
+        mlp_in: [T, D], the feed-forward block's input after its norm.
+        mlp_out: [T, D], its output before the addition.
         selection: the tokens attended to, None for dense attention.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> from mla_jax import layers, models
+        >>> model = models.abstract_model(models.demo_checkpoint())
+        >>> cache = mla.init_cache(model.cache_config(num_pages=2, page_size=4, platform="cpu"))
+        >>> batch = jnp.array([1, 2]), cache, jnp.array([4, 5]), jnp.array([[1]]), jnp.array([2]), jnp.array([0, 2])
+        >>> _, _, traces = jax.eval_shape(lambda model: model.trace(*batch), model)
+        >>> isinstance(traces[0], layers.BlockTrace), traces[0].mlp_out.shape, traces[0].selection.slots.shape
+        (True, (2, 64), (2, 4))
     """
 
     attn_in: Float[Array, "T D"]
@@ -40,6 +52,21 @@ class Block(nnx.Module):
         hidden_size: D.
         norm_eps: of both norms.
         dtype: type of the norms' initial weights.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> from mla_jax import layers, models
+        >>> model = models.abstract_model(models.demo_checkpoint())
+        >>> block = model.layers[0]
+        >>> isinstance(block, layers.Block), block.self_attn.kind, type(block.mlp).__name__
+        (True, 'full', 'MLP')
+        >>> cache = mla.init_cache(model.cache_config(num_pages=2, page_size=4, platform="cpu"))
+        >>> def run(block, x, cache):
+        ...     batch = jnp.array([4, 5]), jnp.array([[1]]), jnp.array([2]), jnp.array([0, 2])
+        ...     return block(x, cache, 0, layers.make_step(*batch, model.spec.rope), index_layer=0)
+        >>> x, cache, trace = jax.eval_shape(run, block, jnp.ones((2, 64)), cache)
+        >>> x.shape, trace.selection.positions.shape
+        ((2, 64), (2, 4))
     """
 
     def __init__(
@@ -64,7 +91,21 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "T D"], PagedMLACache, BlockTrace]:
         """The stream after the block, the cache with the rows written, and the trace, whose selection the next block takes.
 
-        Arguments as in :class:`MLAttention`; ``first_expert`` as in :class:`mla_jax.layers.Experts`.
+        Args:
+            x: [T, D], the stream.
+            cache: the cache.
+            layer: which of its layers.
+            step: the batch.
+            index_layer: which of its index layers; needed by attention of kind "full".
+            selection: that of the block before; needed by attention of kind "shared".
+            first_expert: where its experts begin, as in :class:`Experts`.
+            implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
+
+        Returns:
+            The stream [T, D], the cache, and the trace.
+
+        Raises:
+            ValueError: as :class:`MLAttention`.
         """
         attn_in = self.input_layernorm(x)
         attn_out, cache, selection = self.self_attn(

@@ -25,6 +25,13 @@ class Selection(NamedTuple):
     Attributes:
         positions: int32[T, K], ascending, -1 where fewer than K are visible.
         slots: int32[T, K], their places in the cache.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from mla_jax import layers
+        >>> chosen = layers.Selection(positions=jnp.array([[0, 2, -1]]), slots=jnp.array([[4, 6, -1]]))
+        >>> chosen.slots.shape
+        (1, 3)
     """
 
     positions: Int32[Array, "T K"]
@@ -45,6 +52,23 @@ class Indexer(nnx.Module):
         interleaved: how the projections pair numbers.
         dtype: type of the initial weights.
         rngs: source of the initial weights.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> from flax import nnx
+        >>> from mla_jax import layers, models
+        >>> model = models.abstract_model(models.demo_checkpoint())
+        >>> indexer = nnx.eval_shape(
+        ...     lambda: layers.Indexer(64, 48, model.spec.geometry.indexer, rope_dim=32, interleaved=True, rngs=nnx.Rngs(0))
+        ... )
+        >>> cache = mla.init_cache(model.cache_config(num_pages=2, page_size=4, platform="cpu"))
+        >>> def select(indexer, x, q_latent, cache):
+        ...     batch = jnp.array([4, 5]), jnp.array([[1]]), jnp.array([2]), jnp.array([0, 2])
+        ...     step = layers.make_step(*batch, model.spec.rope)
+        ...     return indexer.keys(x, step), indexer.queries(x, q_latent, step), indexer(x, q_latent, cache, 0, step)[0]
+        >>> keys, (queries, weights), selection = jax.eval_shape(select, indexer, jnp.ones((2, 64)), jnp.ones((2, 48)), cache)
+        >>> keys.shape, queries.shape, weights.shape, selection.slots.shape  # a page of 4 cannot hold 32 tokens
+        ((2, 64), (2, 4, 64), (2, 4), (2, 4))
     """
 
     def __init__(
@@ -67,13 +91,30 @@ class Indexer(nnx.Module):
         self.interleaved = interleaved
 
     def keys(self, x: Float[Array, "T D"], step: Step) -> Float[Array, "T d"]:
-        """The key of each row, as the cache holds it."""
+        """The key of each row, as the cache is given it: normalised, and rotated in its first P numbers.
+
+        Args:
+            x: [T, D], the input of the attention, after its norm.
+            step: the batch, of which the rotation counts.
+
+        Returns:
+            [T, d], in x's type.
+        """
         return self._rotate(self.k_norm(self.wk(x)), step)
 
     def queries(
         self, x: Float[Array, "T D"], q_latent: Float[Array, "T Q"], step: Step
     ) -> tuple[Float[Array, "T h d"], Float[Array, "T h"]]:
-        """Queries, and float32 head weights that carry both constants, h^-0.5 and d^-0.5; weights may be negative."""
+        """Queries, and float32 head weights that carry both constants, h^-0.5 and d^-0.5; weights may be negative.
+
+        Args:
+            x: [T, D], the input of the attention, after its norm.
+            q_latent: [T, Q], the attention's query latent, after its norm.
+            step: the batch, of which the rotation counts.
+
+        Returns:
+            [T, h, d] in x's type, and float32 [T, h].
+        """
         heads, width = self.geometry.num_heads, self.geometry.head_dim
         q = self._rotate(self.wq_b(q_latent).reshape(-1, heads, width), step)
         return q, self.weights_proj(x.astype(jnp.float32)) * (heads * width) ** -0.5
@@ -91,12 +132,15 @@ class Indexer(nnx.Module):
         """Writes the rows' keys, then selects among all visible ones, the new included.
 
         Args:
-            x: the input of the attention, after its norm.
-            q_latent: the attention's query latent, after its norm.
+            x: [T, D], the input of the attention, after its norm.
+            q_latent: [T, Q], the attention's query latent, after its norm.
             cache: a cache with index keys.
             index_layer: which of the cache's index layers is this one's.
             step: the batch.
-            implementation: as in the operations.
+            implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
+
+        Returns:
+            The selection, of min(K, M * page_size) tokens a row, and the cache.
         """
         cache = write_index_k(cache, index_layer, step.slots, self.keys(x, step))
         q, weights = self.queries(x, q_latent, step)

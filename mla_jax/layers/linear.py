@@ -38,6 +38,17 @@ class Linear(nnx.Module):
         bias: whether there is a b.
         dtype: type of the initial weights.
         rngs: source of the initial weights.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from mla_jax import layers
+        >>> layer = nnx.eval_shape(lambda: layers.Linear(3, 2, bias=True, rngs=nnx.Rngs(0)))
+        >>> layer.weight.shape
+        (2, 3)
+        >>> layer.weight, layer.bias = nnx.Param(jnp.ones((2, 3))), nnx.Param(jnp.array([0.0, 1.0]))
+        >>> layer(jnp.array([1.0, 2.0, 3.0])).tolist()
+        [6.0, 7.0]
     """
 
     def __init__(
@@ -53,5 +64,13 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*lead i"]) -> Float[Array, "*lead o"]:
+        """The product.
+
+        Args:
+            x: [..., in_features].
+
+        Returns:
+            [..., out_features], in x's type.
+        """
         y = matmul(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)

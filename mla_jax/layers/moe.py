@@ -25,6 +25,17 @@ class Experts(nnx.Module):
         intermediate_size: M.
         dtype: type of the initial weights.
         rngs: source of the initial weights.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from mla_jax import layers
+        >>> experts = nnx.eval_shape(lambda: layers.Experts(8, 4, 16, rngs=nnx.Rngs(0)))
+        >>> experts.gate_up.shape, experts.down.shape
+        ((8, 4, 32), (8, 16, 4))
+        >>> ids = jnp.array([[0, 7], [3, 0], [1, 2]])
+        >>> jax.eval_shape(lambda experts: experts(jnp.ones((3, 4)), ids), experts).shape
+        (3, 2, 4)
     """
 
     def __init__(
@@ -43,7 +54,16 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], ids: Int32[Array, "T k"], first_expert: int | Int32[Array, ""] = 0
     ) -> Float[Array, "T k D"]:
-        """The output of each chosen expert for each token, unweighted; expert i is at ``first_expert + i`` of the arrays."""
+        """The output of each chosen expert for each token, unweighted.
+
+        Args:
+            x: [T, D].
+            ids: int32[T, k], the experts of each token, in [0, E).
+            first_expert: expert i is at ``first_expert + i`` of the arrays.
+
+        Returns:
+            [T, k, D], in x's type.
+        """
         num_experts = self.num_experts
         (num_tokens, topk), width = ids.shape, x.shape[1]
         num_rows = num_tokens * topk
@@ -106,6 +126,19 @@ class MoE(nnx.Module):
         routing: the rule of the router.
         dtype: type of the initial weights.
         rngs: source of the initial weights.
+
+    DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from mla_jax import layers
+        >>> routing = layers.RoutingSpec(num_experts=8, topk=2, scoring="sigmoid")
+        >>> layer = nnx.eval_shape(lambda: layers.MoE(4, 16, num_shared=1, routing=routing, rngs=nnx.Rngs(0)))
+        >>> layer.experts.down.shape, layer.shared_experts.down_proj.weight.shape
+        ((8, 16, 4), (4, 16))
+        >>> jax.eval_shape(lambda layer: layer(jnp.ones((3, 4))), layer).shape
+        (3, 4)
     """
 
     def __init__(
@@ -124,7 +157,15 @@ class MoE(nnx.Module):
         self.shared_experts = MLP(hidden_size, num_shared * intermediate_size, dtype=dtype, rngs=rngs) if num_shared else None
 
     def __call__(self, x: Float[Array, "T D"], first_expert: int | Int32[Array, ""] = 0) -> Float[Array, "T D"]:
-        """The output for each token; ``first_expert`` as in :class:`Experts`."""
+        """The output for each token.
+
+        Args:
+            x: [T, D].
+            first_expert: where its experts begin, as in :class:`Experts`.
+
+        Returns:
+            [T, D], in x's type; the weighted sum is float32.
+        """
         ids, weights = self.gate(x)
         chosen = self.experts(x, ids, first_expert)
         routed = jnp.sum(chosen.astype(jnp.float32) * weights[..., None], axis=1).astype(x.dtype)

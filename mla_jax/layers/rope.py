@@ -28,6 +28,12 @@ class YarnSpec:
         mscale: numerator of the amplitude of cos and sin, see :attr:`amplitude`.
         mscale_all_dim: its denominator; it also scales the softmax (``geometry.softmax_scale``).
         attention_factor: the amplitude itself, where a config states it.
+
+    Example:
+        >>> from mla_jax import layers
+        >>> yarn = layers.YarnSpec(factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
+        >>> yarn.amplitude
+        1.0
     """
 
     factor: float
@@ -58,6 +64,17 @@ class RopeSpec:
         dim: P, even.
         theta: base of the frequencies.
         yarn: their interpolation, or None.
+
+    Raises:
+        ValueError: for a dim that is odd or negative.
+
+    RoFormer, arXiv 2104.09864, section 3.2.2.
+
+    Example:
+        >>> from mla_jax import layers
+        >>> rope = layers.RopeSpec(dim=4, theta=10000.0)
+        >>> [round(float(radians), 4) for radians in rope.frequencies()], rope.amplitude
+        ([1.0, 0.01], 1.0)
     """
 
     dim: int
@@ -70,11 +87,15 @@ class RopeSpec:
 
     @property
     def amplitude(self) -> float:
-        """Factor on cos and sin."""
+        """Factor on cos and sin; 1 without yarn."""
         return 1.0 if self.yarn is None else self.yarn.amplitude
 
     def frequencies(self) -> np.ndarray:
-        """float32 [P/2]: radians a token of each pair, theta^(-2i/P) before yarn."""
+        """The angle of each pair for one token, in radians: theta^(-2i/P) before yarn.
+
+        Returns:
+            numpy float32 [P/2].
+        """
         pairs = self.dim // 2
         inverse = self.theta ** -(np.arange(pairs, dtype=np.float64) * 2 / max(self.dim, 1))
         yarn = self.yarn
@@ -92,7 +113,23 @@ class RopeSpec:
 
 
 def cos_sin(rope: RopeSpec, positions: Int32[Array, "T"]) -> tuple[Float[Array, "T pairs"], Float[Array, "T pairs"]]:
-    """float32 cosines and sines of each pair's angle, times the amplitude. Angles are float32 products."""
+    """Cosines and sines of each pair's angle, times the amplitude. Angles are float32 products.
+
+    Args:
+        rope: the frequencies.
+        positions: int32[T], each row's place in its sequence, in tokens.
+
+    Returns:
+        Two float32 [T, P/2].
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from mla_jax import layers
+        >>> rope = layers.RopeSpec(dim=4, theta=10000.0)
+        >>> cos, sin = jax.jit(lambda positions: layers.cos_sin(rope, positions))(jnp.array([0, 1]))
+        >>> cos.shape, cos[0].tolist(), round(float(sin[1, 0]), 4)  # sin 1
+        ((2, 2), [1.0, 1.0], 0.8415)
+    """
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.frequencies())
     amplitude = np.float32(rope.amplitude)
     return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
@@ -101,7 +138,27 @@ def cos_sin(rope: RopeSpec, positions: Int32[Array, "T"]) -> tuple[Float[Array, 
 def rotate(
     x: Float[Array, "T *heads P"], cos: Float[Array, "T pairs"], sin: Float[Array, "T pairs"], *, interleaved: bool
 ) -> Float[Array, "T *heads P"]:
-    """Each pair of ``x`` turned by its angle, stored where it was. Computed in float32, returned in x's type."""
+    """Each pair of ``x`` turned by its angle, stored where it was. Computed in float32.
+
+    Args:
+        x: [T, ..., P].
+        cos: float32[T, P/2], of :func:`cos_sin`.
+        sin: float32[T, P/2].
+        interleaved: pairs are (2i, 2i+1), else (i, i + P/2).
+
+    Returns:
+        [T, ..., P], in x's type.
+
+    Example:
+        >>> import functools, jax, jax.numpy as jnp
+        >>> from mla_jax import layers
+        >>> quarter_turn = jnp.zeros((1, 2)), jnp.ones((1, 2))
+        >>> turn = jax.jit(layers.rotate, static_argnames="interleaved")
+        >>> turn(jnp.array([[1.0, 2.0, 3.0, 4.0]]), *quarter_turn, interleaved=True).tolist()
+        [[-2.0, 1.0, -4.0, 3.0]]
+        >>> turn(jnp.array([[1.0, 2.0, 3.0, 4.0]]), *quarter_turn, interleaved=False).tolist()
+        [[-3.0, -4.0, 1.0, 2.0]]
+    """
     x32 = x.astype(jnp.float32)
     wide = (x.shape[0],) + (1,) * (x.ndim - 2) + (-1,)
     cos, sin = cos.reshape(wide), sin.reshape(wide)
@@ -115,5 +172,18 @@ def rotate(
 
 
 def to_half_split(x: Float[Array, "*lead P"]) -> Float[Array, "*lead P"]:
-    """Interleaved order (a0, b0, a1, b1, ...) to half-split order (a0, a1, ..., b0, b1, ...)."""
+    """Interleaved order (a0, b0, a1, b1, ...) to half-split order (a0, a1, ..., b0, b1, ...).
+
+    Args:
+        x: [..., P].
+
+    Returns:
+        [..., P], the same numbers.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from mla_jax import layers
+        >>> jax.jit(layers.to_half_split)(jnp.array([0, 10, 1, 11])).tolist()
+        [0, 1, 10, 11]
+    """
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)

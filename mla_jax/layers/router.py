@@ -26,6 +26,14 @@ class RoutingSpec:
         topk_groups: groups a token may choose from.
         normalise: divide the weights by their sum.
         scaling_factor: multiplies the weights at the end.
+
+    Raises:
+        ValueError: for a topk that does not fit, an unknown scoring, or groups that do not divide the experts.
+
+    Example:
+        >>> from mla_jax import layers
+        >>> layers.RoutingSpec(num_experts=8, topk=2, scoring="sigmoid", num_groups=4, topk_groups=2).normalise
+        False
     """
 
     num_experts: int
@@ -66,6 +74,17 @@ class Router(nnx.Module):
         spec: the rule.
         dtype: type of the initial weights.
         rngs: source of the initial weights.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from mla_jax import layers
+        >>> spec = layers.RoutingSpec(num_experts=4, topk=2, scoring="sigmoid", normalise=True, scaling_factor=2.5)
+        >>> router = nnx.eval_shape(lambda: layers.Router(4, spec, rngs=nnx.Rngs(0)))
+        >>> router.weight, router.e_score_correction_bias = nnx.Param(jnp.eye(4)), nnx.Param(jnp.zeros(4))
+        >>> ids, weights = jax.jit(lambda x: router(x))(jnp.array([[0.0, 3.0, 1.0, 3.0]]))
+        >>> sorted(ids[0].tolist()), weights.tolist()
+        ([1, 3], [[1.25, 1.25]])
     """
 
     def __init__(self, hidden_size: int, spec: RoutingSpec, *, dtype: jax.typing.DTypeLike = jnp.float32, rngs: nnx.Rngs) -> None:
@@ -75,9 +94,15 @@ class Router(nnx.Module):
         self.spec = spec
 
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float[Array, "T k"]]:
-        """Ids of the chosen experts, in no promised order, and their float32 weights.
+        """The experts that each token visits, and their weights.
 
         Rules of transformers 5.24.0 ``DeepseekV3TopkRouter`` / ``DeepseekV2Moe`` (the latter never normalises).
+
+        Args:
+            x: [T, D].
+
+        Returns:
+            Ids int32 [T, k] of the chosen experts, in no promised order, and their float32 weights [T, k].
         """
         spec = self.spec
         x32, weight = x.astype(jnp.float32), self.weight[...].astype(jnp.float32)

@@ -22,6 +22,12 @@ class Segment:
         first: its first layer.
         period: layers of one repetition.
         repeats: how often they come.
+
+    Example:
+        >>> from mla_jax import layers
+        >>> segment = layers.Segment(first=2, period=4, repeats=2)
+        >>> [list(segment.layers(position)) for position in range(2)]
+        [[2, 6], [3, 7]]
     """
 
     first: int
@@ -29,7 +35,14 @@ class Segment:
     repeats: int
 
     def layers(self, position: int) -> range:
-        """The layers at one place of the period, one for each repetition."""
+        """The layers at one place of the period, one for each repetition.
+
+        Args:
+            position: the place, in [0, period).
+
+        Returns:
+            A range of ``repeats`` layers.
+        """
         return range(self.first + position, self.first + self.period * self.repeats, self.period)
 
 
@@ -40,8 +53,12 @@ def plan_segments(kinds: tuple[Hashable, ...]) -> tuple[Segment, ...]:
     Args:
         kinds: one entry a layer; layers of equal kind have parameters of equal shapes.
 
+    Returns:
+        The segments, first to last.
+
     Example:
-        >>> plan_segments(tuple("aa" + "fsss" * 2))
+        >>> from mla_jax import layers
+        >>> layers.plan_segments(tuple("aa" + "fsss" * 2))
         (Segment(first=0, period=1, repeats=2), Segment(first=2, period=4, repeats=2))
     """
     num_layers = len(kinds)
@@ -65,6 +82,11 @@ class Place(NamedTuple):
         layer: its layer of the cache.
         index_layer: its index layer of the cache; None without an indexer of its own.
         first_expert: where its experts begin among those that it holds, see :class:`mla_jax.layers.Experts`.
+
+    Example:
+        >>> from mla_jax import layers
+        >>> layers.Place(layer=3, index_layer=None, first_expert=0).layer
+        3
     """
 
     layer: int | Int32[Array, ""]
@@ -87,6 +109,19 @@ class LayerStack(nnx.Module):
         index_layers: for each layer its index layer of the cache, or None.
         make_block: (layer, rngs) -> its block; for layers of one kind the same but for the random numbers.
         rngs: source of the initial weights.
+
+    Example:
+        >>> import jax
+        >>> from mla_jax import layers, models
+        >>> stack = models.abstract_model(models.demo_checkpoint()).layers
+        >>> isinstance(stack, layers.LayerStack), len(stack), stack.segments
+        (True, 3, (Segment(first=0, period=1, repeats=1), Segment(first=1, period=1, repeats=2)))
+        >>> [type(block.mlp).__name__ for block in stack], stack[1].mlp.experts.down.shape
+        (['MLP', 'MoE', 'MoE'], (8, 24, 64))
+        >>> body = lambda block, place, carry: (carry + 1, place.layer)  # what to do with one layer's block
+        >>> carry, outputs = jax.eval_shape(lambda stack: stack.scan(body, 0), stack)
+        >>> len(outputs)
+        3
     """
 
     def __init__(
@@ -115,6 +150,15 @@ class LayerStack(nnx.Module):
         """The block of a layer, with parameters of its own, shapes where the stack has shapes.
 
         They are slices, in jit as outside: changing them does not change the stack.
+
+        Args:
+            layer: which one; negative ones count from the end.
+
+        Returns:
+            The block.
+
+        Raises:
+            IndexError: for a layer that does not exist.
         """
         layer = range(len(self))[layer]
         for segment, blocks in zip(self.segments, self.blocks, strict=True):
@@ -127,9 +171,16 @@ class LayerStack(nnx.Module):
         return (self[layer] for layer in range(len(self)))
 
     def scan(self, body: Body, carry: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Runs ``body`` over the layers, first to last, and returns the last carry and each layer's output.
+        """Runs ``body`` over the layers, first to last.
 
         Segments that repeat are one ``jax.lax.scan``, so the carry keeps its shapes. A cache in it is updated in place.
+
+        Args:
+            body: (block, where it stands, carry) -> (carry, output).
+            carry: the first one, a pytree.
+
+        Returns:
+            The last carry, and each layer's output.
         """
         outputs: list[Any] = [None] * len(self)
         for segment, blocks in zip(self.segments, self.blocks, strict=True):

@@ -18,11 +18,20 @@ class Step:
         slots: int32[T], where each row is written; 0 (dropped by writes) for padding rows.
         positions: int32[T], each row's place in its sequence; 0 for padding rows.
         valid: bool[T], False for padding rows, those from cu_q_lens[S] on.
-        cos, sin: float32[T, P/2], the rotation of each row.
-        block_tables: int32[S, M].
+        cos: float32[T, P/2], the rotation of each row.
+        sin: float32[T, P/2], likewise.
+        block_tables: int32[S, M], page ids of each sequence in order.
         lengths: int32[S], including the new tokens.
         cu_q_lens: int32[S + 1].
         uniform: the number of new tokens where every sequence has as many (T = S * uniform, no padding); None: ragged.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from mla_jax import layers
+        >>> batch = jnp.array([4, 8]), jnp.array([[1], [2]]), jnp.array([1, 1])
+        >>> step = jax.jit(lambda: layers.make_step(*batch, None, layers.RopeSpec(dim=4, theta=10000.0)))()
+        >>> isinstance(step, layers.Step), step.uniform, step.cu_q_lens.tolist()
+        (True, 1, [0, 1, 2])
     """
 
     slots: Int32[Array, "T"]
@@ -45,7 +54,23 @@ def make_step(
 ) -> Step:
     """The step of a batch: token j of the n new ones of a sequence stands at position ``lengths - n + j``.
 
-    ``cu_q_lens=None``: each sequence has T / S new tokens.
+    Args:
+        slots: int32[T], where each row is written.
+        block_tables: int32[S, M], page ids of each sequence in order, padded with 0 or -1.
+        lengths: int32[S], tokens of each sequence, the new ones included.
+        cu_q_lens: int32[S + 1], 0 and the running sum of new tokens; None: each sequence has T / S.
+        rope: the rotation.
+
+    Returns:
+        The step. Rows from cu_q_lens[S] on are padding.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from mla_jax import layers
+        >>> batch = jnp.array([4, 5, 8, 9]), jnp.array([[1], [2]]), jnp.array([7, 1]), jnp.array([0, 2, 3])
+        >>> step = jax.jit(lambda: layers.make_step(*batch, layers.RopeSpec(dim=4, theta=10000.0)))()
+        >>> step.positions.tolist(), step.slots.tolist(), step.valid.tolist()
+        ([5, 6, 0, 0], [4, 5, 8, 0], [True, True, True, False])
     """
     num_rows, num_sequences = slots.shape[0], lengths.shape[0]
     uniform = None

@@ -1,15 +1,20 @@
 """Models: checkpoints to Flax modules, whole forward passes and generation over a paged cache.
 
 Models and layers are NNX modules. Inside a Linen module they are called through Flax's bridge, the cache an argument and a result
-as ever; a loaded model's weights become the variables::
+as ever; a loaded model's weights become the variables:
 
-    from flax import nnx
-    from flax.nnx import bridge
-
-    model = models.from_pretrained(folder)
-    linen = bridge.to_linen(models.CausalLM, model.spec, dtype=model.dtype)
-    variables = {"params": nnx.to_pure_dict(nnx.state(model, nnx.Param))}
-    logits, cache = linen.apply(variables, tokens, cache, slots, block_tables, lengths, cu_q_lens)
+    >>> import jax, jax.numpy as jnp, mla_jax as mla
+    >>> from flax import nnx
+    >>> from flax.nnx import bridge
+    >>> from mla_jax import models
+    >>> model = models.abstract_model(models.demo_checkpoint())  # or models.from_pretrained(folder)
+    >>> linen = bridge.to_linen(models.CausalLM, model.spec, dtype=model.dtype)
+    >>> variables = {"params": nnx.to_pure_dict(nnx.state(model, nnx.Param))}
+    >>> cache = mla.init_cache(model.cache_config(num_pages=2, page_size=4, platform="cpu"))
+    >>> batch = jnp.array([4, 5]), jnp.array([[1]]), jnp.array([2]), jnp.array([0, 2])
+    >>> logits, cache = jax.eval_shape(linen.apply, variables, jnp.array([72, 105]), cache, *batch)
+    >>> logits.shape
+    (2, 256)
 """
 
 from mla_jax.models import train as train

@@ -22,6 +22,9 @@ def abstract_model(source: ModelSpec | Mapping[str, Any] | str | Path, dtype: ja
         source: a spec, a parsed config.json, or a folder that holds one.
         dtype: the type it computes in, and of its parameters; None: the spec's, else float32.
 
+    Returns:
+        The model.
+
     Raises:
         FileNotFoundError, ValueError: as :func:`load_spec` and :func:`parse_config`.
 
@@ -38,5 +41,17 @@ def abstract_model(source: ModelSpec | Mapping[str, Any] | str | Path, dtype: ja
 
 
 def parameter_count(model: nnx.Module) -> int:
-    """Numbers in all parameters of a model or layer, abstract or not. Scales of quantised checkpoints are not counted."""
+    """Numbers in all parameters of a model or layer, abstract or not. Scales of quantised checkpoints are not counted.
+
+    Args:
+        model: the model or layer.
+
+    Returns:
+        How many numbers; times the bytes of one it is the size of the weights.
+
+    Example:
+        >>> from mla_jax import models
+        >>> models.parameter_count(models.abstract_model(models.demo_checkpoint()))
+        341600
+    """
     return sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, nnx.Param)))

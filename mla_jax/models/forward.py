@@ -31,20 +31,28 @@ def forward(
 
     Args:
         model: the model.
-        tokens: int32[B, T].
+        tokens: int32[B, T] ids.
         kv_cache_dtype: as in :meth:`CausalLM.cache_config`, as are the arguments up to ``implementation``.
         page_size: tokens a page.
         platform: whose FP8 dialect the cache stores.
         scale_mode: of packed rows and FP8 index keys.
         nsa_kv_cache_store_fp8: packed rows.
-        implementation: None, "xla", "pallas" or "mosaic_gpu", for every operation on the cache.
+        implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
 
     Returns:
-        float32 [B, T, V].
+        float32 [B, T, V] logits, natural log.
 
     Raises:
         ValueError: for tokens that are not [B, T], or (where they are known) not in the vocabulary.
         TypeError: for tokens that are no integers.
+
+    Example:
+        >>> import functools, jax, jax.numpy as jnp
+        >>> from mla_jax import models
+        >>> model = models.abstract_model(models.demo_checkpoint())  # from_pretrained for numbers
+        >>> forward = functools.partial(models.forward, page_size=4, platform="cpu")
+        >>> jax.eval_shape(forward, model, jnp.array([[72, 105]])).shape
+        (1, 2, 256)
     """
     if not isinstance(tokens, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
         check_ids("forward", np.asarray(tokens), model.spec.vocab_size)

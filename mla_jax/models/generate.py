@@ -57,7 +57,7 @@ def generate(
         platform: whose FP8 dialect the cache stores.
         scale_mode: of packed rows and FP8 index keys.
         nsa_kv_cache_store_fp8: packed rows.
-        implementation: None, "xla", "pallas" or "mosaic_gpu", for every operation on the cache.
+        implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
 
     Returns:
         For each prompt its new ids, the stop id that ended it included.
@@ -66,6 +66,16 @@ def generate(
         ValueError: for an empty prompt, ids outside the vocabulary, a negative max_new_tokens or temperature, a temperature above
             0 without a key, a top_p outside (0, 1], a chunk_size below 1.
         TypeError: for prompts that are no lists of integers.
+
+    Example:
+        >>> import json, jax, jax.numpy as jnp
+        >>> from mla_jax import models
+        >>> config = json.loads((models.demo_checkpoint() / "config.json").read_text())
+        >>> spec = models.parse_config({**config, "model_type": "deepseek_v3", "num_hidden_layers": 1})  # one dense layer
+        >>> zeros = lambda parameter: jnp.zeros(parameter.shape, parameter.dtype)
+        >>> model = jax.tree.map(zeros, models.abstract_model(spec))  # from_pretrained loads a real one
+        >>> models.generate(model, [[72, 105], [72]], max_new_tokens=2, page_size=4, platform="cpu")  # a tie: the smaller id
+        [[0, 0], [0, 0]]
     """
     rows = _check_prompts(prompts, model.spec.vocab_size)
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 0:

@@ -48,6 +48,25 @@ class CausalLM(nnx.Module):
         spec: the model as data.
         dtype: the type it computes in, and of the initial weights; None: the spec's, else float32.
         rngs: source of the initial weights, which are random. :func:`mla_jax.models.from_pretrained` loads a checkpoint.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mla_jax as mla
+        >>> from mla_jax import models
+        >>> model = models.abstract_model(models.demo_checkpoint())  # a CausalLM of shapes; from_pretrained loads numbers
+        >>> config = model.cache_config(num_pages=2, page_size=4, platform="cpu", nsa_kv_cache_store_fp8=True)
+        >>> config.layout.name, config.num_layers, config.num_index_layers
+        ('packed', 3, 3)
+        >>> cache = mla.init_cache(config)
+        >>> batch = jnp.array([72, 105]), cache, jnp.array([4, 5]), jnp.array([[1]]), jnp.array([2]), jnp.array([0, 2])
+        >>> logits, cache = jax.eval_shape(lambda model: model(*batch), model)  # jax.jit for numbers; donate the cache
+        >>> logits.shape, logits.dtype.name
+        ((2, 256), 'float32')
+        >>> hidden, cache = jax.eval_shape(lambda model: model.stream(*batch), model)
+        >>> jax.eval_shape(lambda model, hidden: model.logits(hidden), model, hidden).shape
+        (2, 256)
+        >>> hidden, cache, traces = jax.eval_shape(lambda model: model.trace(*batch), model)
+        >>> hidden.shape, len(traces)
+        ((2, 64), 3)
     """
 
     def __init__(self, spec: ModelSpec, *, dtype: jax.typing.DTypeLike | None = None, rngs: nnx.Rngs) -> None:
@@ -70,10 +89,21 @@ class CausalLM(nnx.Module):
         scale_mode: ScaleMode = "pow2",
         nsa_kv_cache_store_fp8: bool = False,
     ) -> CacheConfig:
-        """The configuration of a cache for this model; arguments as in :class:`mla_jax.CacheConfig`.
+        """The configuration of a cache for this model. Layers that reuse another's selection own no index keys.
 
-        ``kv_cache_dtype="auto"`` is FP8 when packed, else the type the model computes in. Layers that reuse another's selection
-        own no index keys.
+        Args:
+            num_pages: pages a layer, the null page included; this and all others as in :class:`mla_jax.CacheConfig`.
+            page_size: tokens a page.
+            kv_cache_dtype: "auto" is FP8 when packed, else the type the model computes in.
+            platform: the chip whose FP8 dialect is stored; None: the default device's.
+            scale_mode: of packed rows and FP8 index keys.
+            nsa_kv_cache_store_fp8: packed rows.
+
+        Returns:
+            The config, with ``use_nsa`` if a layer has an indexer.
+
+        Raises:
+            ValueError: as :class:`mla_jax.CacheConfig`.
         """
         if kv_cache_dtype == "auto" and not nsa_kv_cache_store_fp8:
             kv_cache_dtype = self.dtype.name
@@ -115,10 +145,10 @@ class CausalLM(nnx.Module):
             lengths: int32[S], tokens in the cache, the new ones included.
             cu_q_lens: int32[S + 1], 0 and the running sum of new tokens; None: each sequence has T / S, as in a decode step, for
                 which dense attention has a better form.
-            implementation: None, "xla", "pallas" or "mosaic_gpu", for every operation on the cache.
+            implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
 
         Returns:
-            float32 [T, V], and the cache.
+            float32 [T, V] logits, natural log, and the cache.
 
         Raises:
             ValueError: for other shapes, or a cache of another model.
@@ -142,7 +172,23 @@ class CausalLM(nnx.Module):
         *,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "T D"], PagedMLACache]:
-        """As a call, without the head: the stream after the last block, which :meth:`logits` takes, and the cache."""
+        """As a call, without the head: the stream after the last block.
+
+        Args:
+            tokens: int32[T] ids; one outside the vocabulary gives NaN.
+            cache: made from :meth:`cache_config`.
+            slots: int32[T], where each row is written; 0 or less: nowhere.
+            block_tables: int32[S, M], pages of each sequence, padded with 0 or -1.
+            lengths: int32[S], tokens in the cache, the new ones included.
+            cu_q_lens: int32[S + 1], 0 and the running sum of new tokens; None: each sequence has T / S.
+            implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
+
+        Returns:
+            [T, D] in the model's type, which :meth:`logits` takes, and the cache.
+
+        Raises:
+            ValueError, TypeError: as a call.
+        """
         arrays = tokens, slots, block_tables, lengths, cu_q_lens
         return self._run(cache, *arrays, implementation=implementation, keep=lambda trace: None)[:2]
 
@@ -157,12 +203,35 @@ class CausalLM(nnx.Module):
         *,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "T D"], PagedMLACache, tuple[BlockTrace, ...]]:
-        """As :meth:`stream`, and what happened in each block."""
+        """As :meth:`stream`, and what happened in each block.
+
+        Args:
+            tokens: int32[T] ids; one outside the vocabulary gives NaN.
+            cache: made from :meth:`cache_config`.
+            slots: int32[T], where each row is written; 0 or less: nowhere.
+            block_tables: int32[S, M], pages of each sequence, padded with 0 or -1.
+            lengths: int32[S], tokens in the cache, the new ones included.
+            cu_q_lens: int32[S + 1], 0 and the running sum of new tokens; None: each sequence has T / S.
+            implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
+
+        Returns:
+            [T, D] in the model's type, the cache, and each layer's trace.
+
+        Raises:
+            ValueError, TypeError: as a call.
+        """
         arrays = tokens, slots, block_tables, lengths, cu_q_lens
         return self._run(cache, *arrays, implementation=implementation, keep=lambda trace: trace)
 
     def logits(self, hidden: Float[Array, "T D"]) -> Float[Array, "T V"]:
-        """float32 logits of rows of the stream after the last block."""
+        """The head: float32 logits of rows of the stream after the last block.
+
+        Args:
+            hidden: [T, D], of :meth:`stream`.
+
+        Returns:
+            float32 [T, V].
+        """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return matmul(self.norm(hidden), head.weight[...], jnp.float32)
 

@@ -57,7 +57,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "kimi_k25": Family(text_prefix="language_model."),
     }
 )
-"""By model_type. kimi_k2 is DeepSeek-V3's code under another name; kimi_k25 is a kimi_k2 that also sees."""
+"""By model_type. kimi_k2 is DeepSeek-V3's code under another name; kimi_k25 is a kimi_k2 that also sees.
+
+Example:
+    >>> from mla_jax import models
+    >>> sorted(models.FAMILIES)
+    ['deepseek_v2', 'deepseek_v3', 'deepseek_v32', 'glm4_moe_lite', 'glm_moe_dsa', 'kimi_k2', 'kimi_k25']
+"""
 
 _TEXT_TYPES = ("kimi_k2", "deepseek_v3")
 """What the text part of a kimi_k25 may be called: in releases, and by transformers, which rewrites it."""
@@ -99,6 +105,14 @@ class ModelSpec:
         fp8_block: (rows, columns) of one scale of FP8 weights; None: weights are not quantised.
         eos_ids: ids that end a text.
         key_prefix: what the checkpoint's keys begin with, before "model." and "lm_head.".
+
+    Example:
+        >>> from mla_jax import models
+        >>> spec = models.load_spec(models.demo_checkpoint())
+        >>> isinstance(spec, models.ModelSpec), spec.model_type, spec.num_layers, spec.index_layers
+        (True, 'glm_moe_dsa', 3, (0, 1, 2))
+        >>> spec.layer_kinds  # (attention, has experts)
+        (('full', False), ('full', True), ('full', True))
     """
 
     model_type: str
@@ -123,11 +137,12 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
+        """Layers that the model runs; multi-token prediction layers are not among them."""
         return len(self.attention_kinds)
 
     @property
     def layer_kinds(self) -> tuple[tuple[AttentionKind, bool], ...]:
-        """For each layer all that tells its block from others: equal kinds have parameters of equal shapes and one program."""
+        """For each layer all that tells its block from others; equal kinds have parameters of equal shapes and one program."""
         return tuple(zip(self.attention_kinds, self.moe_layers, strict=True))
 
     @property
@@ -143,9 +158,21 @@ class ModelSpec:
 def load_spec(folder: str | Path, latent_norm_eps: float | str | None = None) -> ModelSpec:
     """The spec of the checkpoint in ``folder``, from its config.json.
 
+    Args:
+        folder: the checkpoint.
+        latent_norm_eps: as in :func:`parse_config`.
+
+    Returns:
+        The spec.
+
     Raises:
         FileNotFoundError: without a config.json.
         ValueError: as :func:`parse_config`.
+
+    Example:
+        >>> from mla_jax import models
+        >>> models.load_spec(models.demo_checkpoint()).geometry.kv_lora_rank
+        128
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -160,8 +187,19 @@ def parse_config(config: Mapping[str, Any], latent_norm_eps: float | str | None 
         config: the parsed file.
         latent_norm_eps: None: 1e-6, as transformers computes; "config": rms_norm_eps, as vLLM and SGLang do; or a number.
 
+    Returns:
+        The spec.
+
     Raises:
         ValueError: for an unknown model_type, a missing key, or a feature that is not implemented, by name.
+
+    Example:
+        >>> import json
+        >>> from mla_jax import models
+        >>> config = json.loads((models.demo_checkpoint() / "config.json").read_text())
+        >>> spec = models.parse_config({**config, "index_topk_pattern": "FSS"}, latent_norm_eps="config")
+        >>> spec.attention_kinds, spec.index_layers, spec.latent_norm_eps
+        (('full', 'shared', 'shared'), (0, None, None), 1e-05)
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -1,7 +1,7 @@
 """The training step of a model: next-token loss and the indexer's loss, without a cache.
 
-A :class:`CausalLM`'s own modules run over whole token arrays, with the attention and the indexer of :mod:`mla_jax.training`. What a
-cache would round can be rounded here too, with straight-through gradients.
+A :class:`~mla_jax.models.CausalLM`'s own modules run over whole token arrays, with the attention and the indexer of
+``mla_jax.training``. What a cache would round can be rounded here too, with straight-through gradients.
 
 DeepSeek sparse attention is trained in stages (DeepSeek-V3.2 report, section 2.1.1): a dense model; a warm-up that trains the
 indexers alone towards the dense attention; then everything, each query attending to what its indexer selects. The indexer learns
@@ -31,7 +31,9 @@ from mla_jax.layers.step import Step, make_step
 from mla_jax.models.model import CausalLM
 
 Stage = Literal["dense", "dense_warmup", "sparse"]
+"""A dense model; the warm-up that trains its indexers alone; everything, under sparse attention. See :func:`loss`."""
 STAGES: tuple[Stage, ...] = ("dense", "dense_warmup", "sparse")
+"""The values of :data:`Stage`, in the order of training."""
 
 
 class Metrics(NamedTuple):
@@ -42,6 +44,11 @@ class Metrics(NamedTuple):
         indexer_kl: sum over the layers that have an indexer of :func:`mla_jax.indexer_kl`; 0 in the dense stage.
         balance: mean over the layers with experts of sum_i f_i P_i, 1 where experts are used evenly; 0 without experts.
         correct: bool[B, T], whether token t is the likeliest one after those before it; False at t = 0.
+
+    Example:
+        >>> from mla_jax.models import train
+        >>> train.Metrics(cross_entropy=2.0, indexer_kl=0.0, balance=1.0, correct=[[False, True]]).cross_entropy
+        2.0
     """
 
     cross_entropy: Float[Array, ""]
@@ -72,8 +79,8 @@ def loss(
         tokens: int32[B, T].
         mask: bool[B, T], the tokens whose prediction counts (answers only, no padding); None: all. The first never counts.
         stage: the stage.
-        straight_through: a config of :meth:`CausalLM.cache_config`: rows and index keys are rounded as its cache would, with
-            straight-through gradients. None: not rounded.
+        straight_through: a config of :meth:`~mla_jax.models.CausalLM.cache_config`: rows and index keys are rounded as its
+            cache would, with straight-through gradients. None: not rounded.
         segment_ids: int32[B, T], for sequences packed one behind another; a query sees its own segment alone. Mask the first token
             of each.
         balance_weight: of ``Metrics.balance`` (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, taken over the batch).
@@ -87,9 +94,13 @@ def loss(
         TypeError: for tokens that are no integers.
 
     Example:
-        >>> from mla_jax.models import train
-        >>> step = jax.value_and_grad(train.loss, has_aux=True)
-        >>> (value, metrics), grads = step(model, tokens, stage="sparse")  # doctest: +SKIP
+        >>> import functools, jax, jax.numpy as jnp
+        >>> from mla_jax import models
+        >>> model, tokens = models.abstract_model(models.demo_checkpoint()), jnp.array([[72, 105, 33]])
+        >>> step = jax.value_and_grad(functools.partial(models.train.loss, stage="dense"), has_aux=True)
+        >>> (value, metrics), gradients = jax.eval_shape(step, model, tokens)  # jax.jit(step) and a loaded model for numbers
+        >>> value.shape, metrics.correct.shape, gradients.embed_tokens.weight.shape
+        ((), (1, 3), (256, 64))
     """
     ids = _check_tokens("loss", model, tokens, stage)
     if mask is not None:
@@ -115,23 +126,68 @@ def logits(
     segment_ids: Int32[ArrayIn, "B T"] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> Float[Array, "B T V"]:
-    """float32 logits as :func:`loss` sees them; arguments as there.
+    """Logits as :func:`loss` sees them.
 
     In the sparse stage (dense, for a model without an indexer) they are those of :func:`mla_jax.models.forward`.
+
+    Args:
+        model: the model.
+        tokens: int32[B, T].
+        stage: the stage.
+        straight_through: a config of :meth:`~mla_jax.models.CausalLM.cache_config`, or None, as in :func:`loss`.
+        segment_ids: int32[B, T], for sequences packed one behind another.
+        dtype: the type to compute in; None: the model's.
+
+    Returns:
+        float32 [B, T, V].
+
+    Raises:
+        ValueError, TypeError: as :func:`loss`.
+
+    Example:
+        >>> import functools, jax, jax.numpy as jnp
+        >>> from mla_jax import models
+        >>> model, tokens = models.abstract_model(models.demo_checkpoint()), jnp.array([[72, 105, 33]])
+        >>> jax.eval_shape(functools.partial(models.train.logits, stage="dense"), model, tokens).shape
+        (1, 3, 256)
     """
     return _run(model, _check_tokens("logits", model, tokens, stage), stage, straight_through, segment_ids, dtype)[0]
 
 
 def indexer_mask(model: Any) -> Any:
-    """The pytree of ``model`` (or of its state) with True for the indexers' parameters and False for all others.
+    """True for the indexers' parameters and False for all others: what the dense warm-up may change.
 
-    What the dense warm-up may change; as the mask of an optimiser, say ``optax.masked``.
+    Args:
+        model: the model, its state, or gradients of it.
+
+    Returns:
+        A pytree of the same structure, of bools; the mask of an optimiser, say ``optax.masked``.
+
+    Example:
+        >>> import jax
+        >>> from mla_jax import models
+        >>> mask = models.train.indexer_mask(models.abstract_model(models.demo_checkpoint()))
+        >>> any(jax.tree.leaves(mask.embed_tokens)), all(jax.tree.leaves(mask.layers.blocks[0][0].self_attn.indexer))
+        (False, True)
     """
     return jax.tree_util.tree_map_with_path(lambda path, _: "indexer" in jax.tree_util.keystr(path), model)
 
 
 def blocks(model: CausalLM) -> Iterator[Block]:
-    """The model's blocks, first to last, each with parameters of its own; gradients flow through to the model's."""
+    """The model's blocks, first to last, each with parameters of its own; gradients flow through to the model's.
+
+    Args:
+        model: the model.
+
+    Returns:
+        An iterator over them.
+
+    Example:
+        >>> from mla_jax import models
+        >>> model = models.abstract_model(models.demo_checkpoint())
+        >>> [type(block.mlp).__name__ for block in models.train.blocks(model)]
+        ['MLP', 'MoE', 'MoE']
+    """
     return iter(model.layers)
 
 

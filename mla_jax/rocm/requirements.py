@@ -153,18 +153,27 @@ def matrix_types(case: RocmCase) -> tuple[str, ...]:
     return ("float16", "bfloat16") if layout.is_packed else ("float16",)
 
 
+ENCODER_OPERATIONS = 16
+"""Vector instructions a code that the integer encoder takes at least: NaN 2, clamp 2, rounding 4, subnormals 4, sign 2, choice 2."""
+
+
 def encodes(case: RocmCase, program: Program, launch: Launch) -> str | None:
-    """A writer of FP8 holds the arithmetic of its encoder: conversions, or the integer form's rounding."""
+    """A writer of FP8 holds the arithmetic of its encoder: a conversion for two codes, or the integer form's instructions."""
     assert launch.code is not None
-    if not case.writes:
+    tuning, layout = case.tuning(), case.config.layout if case.op == "write" else case.config.index_layout
+    if not isinstance(tuning, WriteTuning) or layout is None or layout.dialect is None:
         return None
-    layout = case.config.layout if case.op == "write" else case.config.index_layout
-    if layout is None or layout.dialect is None:
-        return None
-    clamps = launch.code.count(r"v_(med3|min|max|minimum|maximum|cmp_\w+)_[fui]\d+\w*")
-    rounds = launch.code.count(r"v_(bfe|add3|perm|and_or|lshl_or)_[bui]\d+\w*") + sum(conversions(launch.code).values())
-    if not clamps or not rounds:
-        return f"the encoder is missing: {clamps} clamps, {rounds} roundings or conversions"
+    g = case.config.geometry
+    numbers = g.indexer.head_dim if case.op == "write_index" and g.indexer else g.kv_lora_rank
+    if case.op == "write" and case.config.layout.is_raw:
+        numbers += g.qk_rope_head_dim
+    codes = tuning.rows * numbers / math.prod(launch.block)
+    if conversions(launch.code):
+        found, wanted = sum(conversions(launch.code).values()), codes / 2
+    else:
+        found, wanted = launch.code.count(r"v_.*"), ENCODER_OPERATIONS * codes
+    if found < wanted:
+        return f"the encoder is missing: {found} instructions for {codes:g} codes a lane, expected {wanted:g}"
     return None
 
 

@@ -18,13 +18,15 @@ Tuning = WriteTuning | AttendTuning | IndexTuning
 def write_candidates() -> list[Tuning]:
     """For the writers: a wave and more, and the rows of a tile."""
     return [
-        WriteTuning(rows=rows, together=rows, num_warps=warps) for rows, warps in itertools.product((2, 4, 8, 16), (1, 2, 4)) if rows >= warps
+        WriteTuning(rows=rows, together=rows, num_warps=warps)
+        for rows, warps in itertools.product((2, 4, 8, 16), (1, 2, 4))
+        if rows >= warps
     ]
 
 
-def attend_candidates(arch: str, rows: Sequence[int]) -> list[Tuning]:
+def attend_candidates(arch: str, rows: Sequence[int], keys: Sequence[int]) -> list[Tuning]:
     """For the attentions."""
-    options = itertools.product(rows, (32, 64), (2, 4, 8) if rows == (16,) else (4, 8), (1, 2))
+    options = itertools.product(rows, keys, (4, 8), (1, 2))
     return [
         AttendTuning(rows=r, keys=k, num_warps=w, num_stages=s, programs=CHIPS[arch].compute_units) for r, k, w, s in options
     ]
@@ -50,15 +52,15 @@ def buckets(arch: str) -> Iterator[tuple[tuple[str, ...], RocmCase, list[Tuning]
         # Its own dialect is decoded as any other: "raw" is tuned for the costlier of them.
         kinds = {**kinds, "raw": own_raw(arch)}
         del kinds["raw_native"]
-    small, large = (16,), (32, 64)
-    for kind, layout in kinds.items():
-        yield ("dense", kind, str(tuning.SMALL_ROWS)), case("decode", layout, "deepseek-v2-lite"), attend_candidates(arch, small)
-        yield ("dense", kind, "any"), case("decode", layout, "deepseek-v3"), attend_candidates(arch, large)
-        yield ("sparse", kind, str(tuning.SMALL_ROWS)), case("sparse", layout, "deepseek-v2-lite"), attend_candidates(arch, small)
-        yield ("sparse", kind, "any"), case("sparse", layout, "deepseek-v3.2"), attend_candidates(arch, large)
-    for kernel, op, preset, other in (("dense", "decode", "deepseek-v2-lite", "deepseek-v3"), ("sparse", "sparse", "deepseek-v2-lite", "deepseek-v3.2")):
-        for name, chosen, rows in ((str(tuning.SMALL_ROWS), preset, small), ("any", other, large)):
-            yield (kernel, "coded", name), dataclasses.replace(case(op, own_raw(arch), chosen), compute="fp8"), attend_candidates(arch, rows)
+    # Products in float32 take twice the registers and the LDS, those in FP8 half; 64 keys of two bytes exceed gfx942's LDS.
+    for kind, layout in {**kinds, "coded": own_raw(arch)}.items():
+        keys = {"float32": (16, 32), "coded": (32, 64)}.get(kind, (32, 64) if arch == "gfx950" else (32,))
+        small, large = ((16,), (16, 32)) if kind == "float32" else ((16,), (32, 64))
+        compute = "fp8" if kind == "coded" else None
+        for kernel, op, many in (("dense", "decode", "deepseek-v3"), ("sparse", "sparse", "deepseek-v3.2")):
+            for name, preset, rows in ((str(tuning.SMALL_ROWS), "deepseek-v2-lite", small), ("any", many, large)):
+                case_ = dataclasses.replace(case(op, layout, preset), compute=compute)
+                yield (kernel, kind, name), case_, attend_candidates(arch, rows, keys)
     yield ("index",), case("indexer", own_raw(arch), "glm-5"), index_candidates()
 
 
@@ -89,15 +91,13 @@ def entry(candidate: Tuning) -> dict[str, Any]:
     return {k: v for k, v in vars(candidate).items() if defaults.get(k) is not v}
 
 
-def write_table(arch: str, choices: dict[tuple[str, ...], dict[str, Any]]) -> None:
-    """Puts the choices into the table of ``arch``; entries that no bucket chooses go."""
+def write_entries(arch: str, choices: dict[tuple[str, ...], dict[str, Any]]) -> None:
+    """Puts choices into the table of ``arch``."""
     tables: dict[str, Any] = json.loads(tuning.TABLES.read_text())
-    table: dict[str, Any] = {}
     for path, chosen in choices.items():
-        place = table
+        place = tables.setdefault(arch, {})
         for key in path[:-1]:
             place = place.setdefault(key, {})
         place[path[-1]] = chosen
-    tables[arch] = table
     tuning.TABLES.write_text(json.dumps(tables, indent=1) + "\n")
     tuning.tables.cache_clear()
