@@ -63,8 +63,8 @@ def scatter_rows(
     """Writes T rows in place: one program for each ``tuning.rows`` of them, ``tuning.together`` of them as one tile.
 
     ``row(load)`` computes the words of the rows of a tile. ``place(offset, where)`` says where the words of a piece belong within
-    the page of a row at ``offset``: (indices before the last, the last's first). A row is stored only if 0 < slot < capacity and the
-    layer exists; a dropped row stores nothing anywhere. Operands are [T, width], or [1, width] for what all rows share.
+    the page of a row at ``offset``: (indices before the last, the last's first). A row is stored only if 0 < slot < capacity and
+    the layer exists; a dropped row stores nothing anywhere. Operands are [T, width], or [1, width] for what all rows share.
     """
     num_layers, num_pages = pool.shape[:2]
     capacity = num_pages * page_size

@@ -138,8 +138,8 @@ def write_tuning(target: Target, kernel: WriteKernel) -> WriteTuning:
 
 
 def kind(layout: CacheLayout, wide: bool, coded: bool = False) -> str:
-    """Which entries serve a layout: "float32" where products are made in it, "coded" where they are in FP8, else "plain", "packed", "raw" or, for OCP e4m3 (which
-    some chips convert themselves, and which costs more to decode than e5m2), "raw_native"."""
+    """Which entries serve a layout: "float32" where products are made in it, "coded" where they are in FP8, else "plain", "packed",
+    "raw" or, for OCP e4m3 (which some chips convert themselves, and which costs more to decode than e5m2), "raw_native"."""
     if wide:
         return "float32"
     if coded:

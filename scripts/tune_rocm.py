@@ -2,8 +2,8 @@
 
     python scripts/tune_rocm.py [--arch gfx942 gfx950] [--entries dense/raw ...]
 
-Rewrites entries of kernels/tuning.json and of benchmarks/rocm_sweep.json, which holds every candidate's row. About half an hour on two
-cores for everything.
+Rewrites entries of kernels/tuning.json and of benchmarks/rocm_sweep.json, which holds every candidate's row. About half an hour on
+two cores for everything.
 """
 
 import argparse

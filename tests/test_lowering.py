@@ -138,13 +138,15 @@ def test_stores_cover_the_row_exactly(arch):
 def test_index_stores_cover_the_key_and_its_scales_exactly(head_dim):
     layout = config("index_e4m3fnuz_pow2", head_dim=head_dim).index_layout
     assert layout is not None
-    slot, scale_bytes = 16 + 5, 4 * layout.groups
-    stores = triton_kernel(lowered_index("index_e4m3fnuz_pow2", "gfx942", head_dim)).stores(0, lambda t: slot + t)
+    first, scale_bytes = 16 + 5, 4 * layout.groups
+    stores = triton_kernel(lowered_index("index_e4m3fnuz_pow2", "gfx942", head_dim)).stores(0, lambda t: first + t)
     stored = sorted(address for store in stores for address in store.bytes)
-    rows = len(stored) // (head_dim + scale_bytes)
-    page, keys, scales = layout.page_bytes, 5 * head_dim, 16 * head_dim + 5 * scale_bytes
-    want = [*range(page + keys, page + keys + rows * head_dim), *range(page + scales, page + scales + rows * scale_bytes)]
-    assert stored == want
+    want: list[int] = []
+    for slot in range(first, first + len(stored) // (head_dim + scale_bytes)):
+        page, offset = slot // 16 * layout.page_bytes, slot % 16
+        keys, scales = page + offset * head_dim, page + 16 * head_dim + offset * scale_bytes
+        want += [*range(keys, keys + head_dim), *range(scales, scales + scale_bytes)]
+    assert stored == sorted(want)
 
 
 def test_layer_is_an_operand_of_the_kernel():

@@ -18,9 +18,8 @@ from mla_jax import pallas_attention
 from mla_jax.cli import main
 from mla_jax.kernels import tuning, write_rows
 from mla_jax.kernels.tuning import AttendTuning, WriteTuning
-from mla_jax.rocm import CHIPS, RocmUnavailableError, compile_for
+from mla_jax.rocm import CHIPS, RocmUnavailableError, compile_for, report, requirements, roofline, save, sweep
 from mla_jax.rocm import program as programs
-from mla_jax.rocm import report, requirements, roofline, save, sweep
 from mla_jax.rocm.cases import SIZES, RocmCase, cases, own_raw
 from mla_jax.rocm.chips import Chip
 from mla_jax.rocm.code_object import Instruction
@@ -107,7 +106,8 @@ def test_cases_cover_every_layout_and_every_preset(arch, size):
     assert indexed == {g.indexer for g in mla.GEOMETRIES.values() if g.indexer}
     assert {case.op for case in found if case.compute == "fp8"} == {"decode", "prefill", "sparse"}
     for case in found:
-        assert jax.eval_shape(lambda *a, f=case.program()[0]: f(*a), *case.program()[1].values()) is not None
+        fn, arguments, _ = case.program()
+        assert jax.eval_shape(fn, *arguments.values()) is not None
 
 
 def test_preset_pools_need_64_bit_addresses():

@@ -13,7 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mla_jax.rocm import cases, pool
-from mla_jax.rocm.cases import RocmCase
 from mla_jax.rocm.chips import CHIPS
 from mla_jax.rocm.compiler import RocmUnavailableError, check_available, versions
 from mla_jax.rocm.report import measure
@@ -30,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", nargs="+", choices=list(CHIPS), default=list(CHIPS), help="chips (default: both)")
     parser.add_argument("--only", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="operations (default: all)")
     parser.add_argument(
-        "--tiny", action="store_true", help="shapes of a few work groups instead of the presets', for running the saved code elsewhere"
+        "--tiny",
+        action="store_true",
+        help="shapes of a few work groups instead of the presets', for running the saved code elsewhere",
     )
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write every row here")
     parser.add_argument(

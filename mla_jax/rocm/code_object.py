@@ -1,7 +1,7 @@
 """A kernel's code object: the resources that its compiler noted, and the instructions that a chip would run.
 
 The format is LLVM's AMDGPU code object version 5 (User Guide for AMDGPU Backend, "Code Object Metadata"): an ELF file whose note
-holds a MessagePack map. Instructions are decoded by tinygrad's tables for CDNA, which are generated from AMD's machine-readable ISA.
+holds a MessagePack map. Instructions are decoded by tinygrad's tables for CDNA, generated from AMD's machine-readable ISA.
 """
 
 import dataclasses

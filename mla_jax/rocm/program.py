@@ -113,12 +113,10 @@ class Launch:
         return -(-math.prod(self.block) // lanes)
 
     def roles(self) -> list[str]:
-        """"in", "out" or "inout" of each argument: one that shares its place with another one is both."""
+        """ "in", "out" or "inout" of each argument: one that shares its place with another one is both."""
         places = [(b.allocation, b.offset) for b in self.arguments]
         operands = len(_operands(self.operation))
-        return [
-            "inout" if places.count(place) > 1 else "in" if i < operands else "out" for i, place in enumerate(places)
-        ]
+        return ["inout" if places.count(place) > 1 else "in" if i < operands else "out" for i, place in enumerate(places)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,9 +236,7 @@ class _Buffers:
                 self.allocations[number] = dataclasses.replace(self.allocations[number], constant=_numbers(instruction.text))
             elif instruction.opcode == "parameter":
                 label = re.search(r'op_name="([^"]*)"', instruction.text)
-                self.allocations[number] = dataclasses.replace(
-                    self.allocations[number], parameter_name=label[1] if label else name
-                )
+                self.allocations[number] = dataclasses.replace(self.allocations[number], parameter_name=label[1] if label else name)
 
     def leaves(self, name: str, index: tuple[int, ...] = ()) -> list[Buffer]:
         """The buffers of a value: one, or one a leaf where it is a tuple."""

@@ -15,6 +15,7 @@ from mla_jax.rocm.compiler import compile_for
 from mla_jax.rocm.program import Launch, Program
 from mla_jax.rocm.save import save
 
+
 def compile_case(case: RocmCase) -> Program:
     """The case compiled for its chip."""
     fn, arguments, donated = case.program()

@@ -15,7 +15,18 @@ from mla_jax.rocm.chips import CHIPS
 from mla_jax.rocm.code_object import CodeObject
 from mla_jax.rocm.program import Launch, Program
 
-_WIDTHS = {"ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+_WIDTHS = {
+    "ubyte": 1,
+    "sbyte": 1,
+    "byte": 1,
+    "ushort": 2,
+    "sshort": 2,
+    "short": 2,
+    "dword": 4,
+    "dwordx2": 8,
+    "dwordx3": 12,
+    "dwordx4": 16,
+}
 
 MAX_TEMPORARY = 2**20
 """Bytes of temporaries that a writer may have: none of them may be of a pool's size."""
@@ -154,7 +165,7 @@ def matrix_types(case: RocmCase) -> tuple[str, ...]:
 
 
 ENCODER_OPERATIONS = 16
-"""Vector instructions a code that the integer encoder takes at least: NaN 2, clamp 2, rounding 4, subnormals 4, sign 2, choice 2."""
+"""Vector instructions a code, at least: for NaN 2, the clamp 2, rounding 4, subnormals 4, the sign 2, and to choose 2."""
 
 
 def encodes(case: RocmCase, program: Program, launch: Launch) -> str | None:

@@ -2,8 +2,8 @@
 
 What counts: bytes of the operands once at peak bandwidth; in the loop over keys, vector instructions at one wave in four cycles,
 matrix instructions at the published rate of their type, LDS traffic at 128 bytes a cycle and compute unit, and one trip to memory
-an iteration, hidden by other waves and by loading a tile ahead. Barriers, caches, bank conflicts and clocks below the peak are left out, so that a card
-will be slower; the ranking of launch parameters is what the estimate is for.
+an iteration, hidden by other waves and by loading a tile ahead. Barriers, caches, bank conflicts and clocks below the peak are left
+out, so that a card will be slower; the ranking of launch parameters is what the estimate is for.
 """
 
 import dataclasses

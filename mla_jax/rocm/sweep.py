@@ -27,14 +27,14 @@ def write_candidates() -> list[Tuning]:
 def attend_candidates(arch: str, rows: Sequence[int], keys: Sequence[int]) -> list[Tuning]:
     """For the attentions."""
     options = itertools.product(rows, keys, (4, 8), (1, 2))
-    return [
-        AttendTuning(rows=r, keys=k, num_warps=w, num_stages=s, programs=CHIPS[arch].compute_units) for r, k, w, s in options
-    ]
+    return [AttendTuning(rows=r, keys=k, num_warps=w, num_stages=s, programs=CHIPS[arch].compute_units) for r, k, w, s in options]
 
 
 def index_candidates() -> list[Tuning]:
     """For the indexer."""
-    return [IndexTuning(keys=k, tiles=t, num_warps=w, num_stages=1) for k, t, w in itertools.product((32, 64, 128), (1, 4), (1, 2, 4))]
+    return [
+        IndexTuning(keys=k, tiles=t, num_warps=w, num_stages=1) for k, t, w in itertools.product((32, 64, 128), (1, 4), (1, 2, 4))
+    ]
 
 
 def buckets(arch: str) -> Iterator[tuple[tuple[str, ...], RocmCase, list[Tuning]]]:
@@ -47,7 +47,13 @@ def buckets(arch: str) -> Iterator[tuple[tuple[str, ...], RocmCase, list[Tuning]
     for kernel, layout in writers.items():
         yield ("write", kernel), case("write", layout, "glm-5"), write_candidates()
     yield ("write", "index"), case("write_index", own_raw(arch), "glm-5"), write_candidates()
-    kinds = {"plain": "plain_bfloat16", "raw": "raw_e5m2", "raw_native": own_raw(arch), "packed": "packed_pow2", "float32": "plain_float32"}
+    kinds = {
+        "plain": "plain_bfloat16",
+        "raw": "raw_e5m2",
+        "raw_native": own_raw(arch),
+        "packed": "packed_pow2",
+        "float32": "plain_float32",
+    }
     if arch == "gfx942":
         # Its own dialect is decoded as any other: "raw" is tuned for the costlier of them.
         kinds = {**kinds, "raw": own_raw(arch)}
