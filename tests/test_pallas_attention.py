@@ -582,7 +582,7 @@ def test_bits_of_a_sequence_do_not_depend_on_its_companions(layout, rng):
     for chosen, wider in ((np.array([4, 3, 5, 0, 1, 2]), 0), (np.array([3, 5, 4, 4]), 5)):
         tables = np.pad(case.tables[chosen], ((0, 0), (0, wider)), constant_values=-1)
         part = dataclasses.replace(case, tables=tables, lengths=case.lengths[chosen])
-        got = ask(part, tuple(np.asarray(x)[chosen] for x in q))
+        got = ask(part, (np.asarray(q[0])[chosen], np.asarray(q[1])[chosen]))
         assert same_bits(got, [np.asarray(x)[chosen] for x in base])
 
 
@@ -599,7 +599,7 @@ def test_bits_of_a_prefill_do_not_depend_on_companions(layout, rng):
     chosen = np.array([4, 3, 0, 0, 0, 0])
     new_cu = np.minimum(sums([20, 33, 0, 0, 0, 0]), 53).astype(np.int32)
     part = dataclasses.replace(case, tables=case.tables[chosen], lengths=case.lengths[chosen])
-    got = fill(part, tuple(np.asarray(x)[token] for x in q), new_cu, 0xFF, **options)
+    got = fill(part, (np.asarray(q[0])[token], np.asarray(q[1])[token]), new_cu, 0xFF, **options)
     assert same_bits([np.asarray(x)[:53] for x in got], [np.asarray(x)[token[:53]] for x in base])
 
 
@@ -609,7 +609,7 @@ def test_bits_of_a_sparse_call_do_not_depend_on_companions(rng):
     options = options_of("packed_fp32")
     base = choose(case, q, slots, **options)
     for chosen in (np.array([5, 1, 0, 3, 2, 4]), np.array([3, 4])):
-        got = choose(case, tuple(np.asarray(x)[chosen] for x in q), slots[chosen], 0xFF, **options)
+        got = choose(case, (np.asarray(q[0])[chosen], np.asarray(q[1])[chosen]), slots[chosen], 0xFF, **options)
         assert same_bits(got, [np.asarray(x)[chosen] for x in base])
 
 

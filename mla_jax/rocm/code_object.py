@@ -129,7 +129,7 @@ def disassemble(binary: bytes) -> list[Instruction]:
     Raises:
         ValueError: on bytes that are no instruction.
     """
-    from tinygrad.renderer.amd import decode_inst
+    from tinygrad.renderer.amd import decode_inst  # pyright: ignore[reportMissingImports]  # of the rocm extra
 
     code = _sections(binary)[".text"]
     found, at = [], 0

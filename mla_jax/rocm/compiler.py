@@ -80,7 +80,7 @@ def _loaded() -> Any:
     """The plugin's C interface. It is not registered as a backend: no device of this process changes."""
     check_available()
     plugin = _plugin()
-    from jax._src.lib import xla_client
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]  # the plugin's loader has no public name
 
     stand_ins.load(plugin)
     try:
@@ -94,7 +94,7 @@ def _loaded() -> Any:
 @functools.cache
 def _device(arch: str) -> Any:
     """A compile-only device of one chip."""
-    from jax._src.lib import xla_client
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]  # the plugin's loader has no public name
 
     if arch not in CHIPS:
         raise ValueError(f"unknown chip {arch!r}, known are {', '.join(CHIPS)}")

@@ -206,7 +206,7 @@ def _numbers(text: str) -> list[float] | None:
     if "..." in inner:
         return None
     words = re.findall(r"-?(?:inf|nan|[\d.]+(?:e[+-]?\d+)?)|true|false", inner)
-    return [float({"true": "1", "false": "0"}.get(word, word)) for word in words]
+    return [1.0 if word == "true" else 0.0 if word == "false" else float(word) for word in words]
 
 
 class _Buffers:
