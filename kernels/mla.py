@@ -64,7 +64,7 @@ def attend_pages(
     """
     page_size, num_pages = pool.shape[2], pool.shape[1]
     wide = _wide(latent, rope, layout, coded)
-    tuning = attend_tuning(target, "dense", layout, latent.shape[1], wide, coded)
+    tuning = attend_tuning(target, "dense", layout, latent.shape[1], wide, coded, tokens)
     padding = -latent.shape[1] % tuning.rows
     sequence, seen = (jnp.pad(x, ((0, 0), (0, padding)), mode="edge") for x in (sequence, seen))
     # A program whose rows are all of one token sees what the token sees.

@@ -150,7 +150,7 @@ def kind(layout: CacheLayout, wide: bool, coded: bool = False) -> str:
 
 
 def attend_tuning(
-    target: Target, kernel: ReadKernel, layout: CacheLayout, rows: int, wide: bool, coded: bool = False
+    target: Target, kernel: ReadKernel, layout: CacheLayout, rows: int, wide: bool, coded: bool = False, tokens: int = 1
 ) -> AttendTuning:
     """The launch parameters of an attention kernel.
 
@@ -161,6 +161,8 @@ def attend_tuning(
         rows: query rows of a block.
         wide: products are made in float32.
         coded: products are made in FP8.
+        tokens: of a block. Several that see different keys take a second loop and more registers, for which a chip may have
+            entries of its own.
     """
     chosen = _FORCED.get()
     if isinstance(chosen, AttendTuning):
@@ -168,7 +170,10 @@ def attend_tuning(
     entries = tables()[table_name(target)][kernel]
     name = kind(layout, wide, coded)
     by_rows = entries.get(name) or entries["raw" if coded else name.removesuffix("_native")]
-    return AttendTuning(**(by_rows.get(str(SMALL_ROWS)) if rows <= SMALL_ROWS and str(SMALL_ROWS) in by_rows else by_rows["any"]))
+    bucket = "several" if tokens > 1 else str(SMALL_ROWS) if rows <= SMALL_ROWS else "any"
+    if bucket not in by_rows:
+        bucket = str(SMALL_ROWS) if rows <= SMALL_ROWS and str(SMALL_ROWS) in by_rows else "any"
+    return AttendTuning(**by_rows[bucket])
 
 
 def index_tuning(target: Target) -> IndexTuning:

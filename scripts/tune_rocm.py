@@ -20,7 +20,7 @@ OUT = pathlib.Path(__file__).parents[1] / "benchmarks" / "rocm_sweep.json"
 KEPT = ("case", "tuning", "registers", "lds_bytes", "spills", "scratch_bytes", "instructions", "waves", "estimate", "shortfalls")
 
 
-def measure(job: tuple[RocmCase, sweep.Tuning]) -> dict[str, object]:
+def measure(job: tuple[list[RocmCase], sweep.Tuning]) -> dict[str, object]:
     return sweep.tuned(*job)
 
 
@@ -31,12 +31,12 @@ def main() -> None:
     args = parser.parse_args()
     check_available()
     buckets = [
-        (arch, "/".join(path), path, case, candidates)
+        (arch, "/".join(path), path, cases, candidates)
         for arch in args.arch
-        for path, case, candidates in sweep.buckets(arch)
+        for path, cases, candidates in sweep.buckets(arch)
         if "/".join(path).startswith(tuple(args.entries))
     ]
-    rows = pool.run(measure, [(case, candidate) for *_, case, candidates in buckets for candidate in candidates])
+    rows = pool.run(measure, [(cases, candidate) for *_, cases, candidates in buckets for candidate in candidates])
     for arch, name, path, _, candidates in buckets:
         measured = [next(rows) for _ in candidates]
         chosen = sweep.choose(measured)

@@ -219,9 +219,9 @@ def test_tiles_of_attention_fit_the_shared_memory_of_gfx942(kernel):
 
 @pytest.mark.amd
 def test_tiles_of_the_indexer_fit_the_shared_memory_of_gfx942():
+    # Keys and queries of two bytes. Those in float32 stay in registers; what the compiler made of them is verify-rocm's to judge.
     tuning = index_tuning(target("gfx942"))
-    for wide in (False, True):
-        assert tuning.keys * 128 * (4 if wide else 2) + 64 * 128 * (4 if wide else 2) <= LDS
+    assert tuning.keys * 128 * 2 + 64 * 128 * 2 <= LDS
 
 
 # ---- the choice, and what is known while tracing -----------------------------------------------------------------------

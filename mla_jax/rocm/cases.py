@@ -140,7 +140,7 @@ class RocmCase:
         wide = layout.is_plain and str(layout.number_dtype) == "float32"
         kernel = "sparse" if self.op == "sparse" else "dense"
         rows = self.config.geometry.num_heads * self.block_tokens
-        return attend_tuning(target, kernel, layout, rows, wide, self.compute == "fp8")
+        return attend_tuning(target, kernel, layout, rows, wide, self.compute == "fp8", self.block_tokens)
 
     def cache(self) -> PagedMLACache:
         """The abstract cache."""

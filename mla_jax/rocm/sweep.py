@@ -1,6 +1,6 @@
 """Launch parameters of the AMD chips by compiling every candidate: no spills, what fits, and the shortest estimate."""
 
-import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -37,43 +37,64 @@ def index_candidates() -> list[Tuning]:
     ]
 
 
-def buckets(arch: str) -> Iterator[tuple[tuple[str, ...], RocmCase, list[Tuning]]]:
-    """(path in the table, the case that stands for it, candidates)."""
+def buckets(arch: str) -> Iterator[tuple[tuple[str, ...], list[RocmCase], list[Tuning]]]:
+    """(path in the table, the case whose time counts and others that have to keep the requirements too, candidates)."""
 
-    def case(op: Any, layout: str, preset: str) -> RocmCase:
-        return RocmCase(op=op, arch=arch, layout=layout, preset=preset)
+    def case(op: Any, layout: str, preset: str, **fields: Any) -> RocmCase:
+        return RocmCase(op=op, arch=arch, layout=layout, preset=preset, **fields)
 
-    writers = {"plain": "plain_bfloat16", "raw_fused": own_raw(arch), "scaled": "packed_pow2"}
-    for kernel, layout in writers.items():
-        yield ("write", kernel), case("write", layout, "glm-5"), write_candidates()
-    yield ("write", "index"), case("write_index", own_raw(arch), "glm-5"), write_candidates()
+    own = own_raw(arch)
+    writers = {"plain": ["plain_bfloat16"], "raw_fused": [own, "raw_e5m2"], "scaled": ["packed_pow2", "packed_fp32"]}
+    for kernel, layouts in writers.items():
+        witnesses = [case("write", layout, "glm-5") for layout in layouts]
+        if kernel == "raw_fused":
+            witnesses.append(case("write", own, "minicpm3-4b"))
+        yield ("write", kernel), witnesses, write_candidates()
+    yield ("write", "index"), [case("write_index", own, "glm-5")], write_candidates()
+
     kinds = {
-        "plain": "plain_bfloat16",
-        "raw": "raw_e5m2",
-        "raw_native": own_raw(arch),
-        "packed": "packed_pow2",
-        "float32": "plain_float32",
+        "plain": ["plain_bfloat16"],
+        # gfx942's own dialect is decoded as any other; gfx950's has entries of its own.
+        "raw": [own, "raw_e5m2"] if arch == "gfx942" else ["raw_e5m2"],
+        "raw_native": [own],
+        "packed": ["packed_pow2"],
+        "float32": ["plain_float32"],
+        "coded": [own],
     }
     if arch == "gfx942":
-        # Its own dialect is decoded as any other: "raw" is tuned for the costlier of them.
-        kinds = {**kinds, "raw": own_raw(arch)}
         del kinds["raw_native"]
-    # Products in float32 take twice the registers and the LDS, those in FP8 half; 64 keys of two bytes exceed gfx942's LDS.
-    for kind, layout in {**kinds, "coded": own_raw(arch)}.items():
+    for kind, layouts in kinds.items():
+        # Products in float32 take twice the registers and the LDS, those in FP8 half; 64 keys of two bytes exceed gfx942's LDS.
         keys = {"float32": (16, 32), "coded": (32, 64)}.get(kind, (32, 64) if arch == "gfx950" else (32,))
         small, large = ((16,), (16, 32)) if kind == "float32" else ((16,), (32, 64))
-        compute = "fp8" if kind == "coded" else None
-        for kernel, op, many in (("dense", "decode", "deepseek-v3"), ("sparse", "sparse", "deepseek-v3.2")):
-            for name, preset, rows in ((str(tuning.SMALL_ROWS), "deepseek-v2-lite", small), ("any", many, large)):
-                case_ = dataclasses.replace(case(op, layout, preset), compute=compute)
-                yield (kernel, kind, name), case_, attend_candidates(arch, rows, keys)
-    yield ("index",), case("indexer", own_raw(arch), "glm-5"), index_candidates()
+        make = functools.partial(case, compute="fp8") if kind == "coded" else case
+
+        def of(op: str, *presets: str, layouts: list[str] = layouts, make: Any = make, **fields: Any) -> list[RocmCase]:
+            return [make(op, layout, preset, **fields) for preset in presets for layout in layouts]
+
+        name = str(tuning.SMALL_ROWS)
+        yield ("dense", kind, name), of("decode", "deepseek-v2-lite"), attend_candidates(arch, small, keys)
+        # A few heads that are no power of two, and narrower rows.
+        yield (
+            ("dense", kind, "any"),
+            of("decode", "deepseek-v3", "glm-4.7-flash", "minicpm3-4b"),
+            attend_candidates(arch, large, keys),
+        )
+        several = [*of("prefill", "deepseek-v2-lite"), *of("decode", "kimi-k2.5", new=4)]
+        yield ("dense", kind, "several"), several, attend_candidates(arch, (16, 32), keys)
+        yield ("sparse", kind, name), of("sparse", "deepseek-v2-lite"), attend_candidates(arch, small, keys)
+        yield ("sparse", kind, "any"), of("sparse", "deepseek-v3.2", "glm-5"), attend_candidates(arch, large, keys)
+    yield ("index",), [case("indexer", own, "glm-5"), case("indexer", "plain_float32", "glm-5")], index_candidates()
 
 
-def tuned(case: RocmCase, candidate: Tuning) -> dict[str, Any]:
-    """The row of a case launched with ``candidate``."""
+def tuned(cases: Sequence[RocmCase], candidate: Tuning) -> dict[str, Any]:
+    """The row of the first case launched with ``candidate``, with the shortfalls of all."""
     with tuning.forced(candidate):
-        return {"tuning": entry(candidate), **measure(case)}
+        row = {"tuning": entry(candidate), **measure(cases[0])}
+        for case in cases[1:]:
+            if not row["shortfalls"]:
+                row["shortfalls"] = {f"{case.name}: {k}": v for k, v in measure(case)["shortfalls"].items()}
+    return row
 
 
 def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
