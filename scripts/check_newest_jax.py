@@ -3,7 +3,8 @@
     python scripts/check_newest_jax.py [--pre] [--json FILE]
 
 Makes a fresh environment, installs the newest jax and this project without its bound on jax, and lowers every kernel at small
-shapes for gfx942, gfx950 and sm_90 in it. Exits with 1 if one does not lower. Meant to run every week; needs the index and some minutes.
+shapes for gfx942, gfx950 and sm_90 in it. Exits with 1 if one does not lower. Meant to run every week; needs the index and some
+minutes.
 """
 
 import argparse
