@@ -138,14 +138,15 @@ def write_tuning(target: Target, kernel: WriteKernel) -> WriteTuning:
 
 
 def kind(layout: CacheLayout, wide: bool, coded: bool = False) -> str:
-    """Which entries serve a layout: "float32" where products are made in it, "coded" where they are in FP8, else "plain", "packed",
-    "raw" or, for OCP e4m3 (which some chips convert themselves, and which costs more to decode than e5m2), "raw_native"."""
+    """Which entries serve a layout: "float32" where products are made in it, "coded" where they are in FP8, else "plain", "packed" or
+    "raw"; rows of e4m3, which cost more to decode than e5m2 unless the chip converts them itself, may have "raw_native" (OCP) and
+    "raw_fnuz" of their own."""
     if wide:
         return "float32"
     if coded:
         return "coded"
     if layout.is_raw:
-        return "raw_native" if layout.dialect == "e4m3fn" else "raw"
+        return {"e4m3fn": "raw_native", "e4m3fnuz": "raw_fnuz"}.get(layout.dialect or "", "raw")
     return "packed" if layout.is_packed else "plain"
 
 
@@ -169,7 +170,7 @@ def attend_tuning(
         return chosen
     entries = tables()[table_name(target)][kernel]
     name = kind(layout, wide, coded)
-    by_rows = entries.get(name) or entries["raw" if coded else name.removesuffix("_native")]
+    by_rows = entries.get(name) or entries["raw" if coded else name.split("_")[0]]
     bucket = "several" if tokens > 1 else str(SMALL_ROWS) if rows <= SMALL_ROWS else "any"
     if bucket not in by_rows:
         bucket = str(SMALL_ROWS) if rows <= SMALL_ROWS and str(SMALL_ROWS) in by_rows else "any"

@@ -54,15 +54,12 @@ def buckets(arch: str) -> Iterator[tuple[tuple[str, ...], list[RocmCase], list[T
 
     kinds = {
         "plain": ["plain_bfloat16"],
-        # gfx942's own dialect is decoded as any other; gfx950's has entries of its own.
-        "raw": [own, "raw_e5m2"] if arch == "gfx942" else ["raw_e5m2"],
-        "raw_native": [own],
+        "raw": ["raw_e5m2"],
+        ("raw_fnuz" if arch == "gfx942" else "raw_native"): [own],
         "packed": ["packed_pow2"],
         "float32": ["plain_float32"],
         "coded": [own],
     }
-    if arch == "gfx942":
-        del kinds["raw_native"]
     for kind, layouts in kinds.items():
         # Products in float32 take twice the registers and the LDS, those in FP8 half; 64 keys of two bytes exceed gfx942's LDS.
         keys = {"float32": (16, 32), "coded": (32, 64)}.get(kind, (32, 64) if arch == "gfx950" else (32,))
