@@ -108,6 +108,11 @@ def forced(tuning: Tuning) -> Iterator[None]:
         _FORCED.reset(token)
 
 
+def is_forced() -> bool:
+    """Whether :func:`forced` is in force."""
+    return _FORCED.get() is not None
+
+
 @functools.cache
 def tables() -> Mapping[str, Any]:
     """The tables, by architecture."""

@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
 import jax
@@ -17,8 +18,17 @@ def quiet_worker() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
+def _executor(processes: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=quiet_worker)
+
+
 def run(work: Callable[[Job], Any], jobs: Iterable[Job], processes: int | None = None) -> Iterator[Any]:
     """``work`` of every job, in their order, by fresh processes (default: one a core)."""
-    processes = processes or os.cpu_count() or 1
-    with multiprocessing.get_context("spawn").Pool(processes, initializer=quiet_worker) as pool:
-        yield from pool.imap(work, jobs)
+    with _executor(processes or os.cpu_count() or 1) as executor:
+        yield from executor.map(work, jobs)
+
+
+def fresh(work: Callable[..., Any], *args: Any) -> Any:
+    """``work(*args)`` in a process of its own."""
+    with _executor(1) as executor:
+        return executor.submit(work, *args).result()

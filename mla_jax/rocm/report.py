@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
+from mla_jax.kernels import tuning
 from mla_jax.kernels.tuning import AttendTuning
-from mla_jax.rocm import requirements, roofline
+from mla_jax.rocm import pool, requirements, roofline
 from mla_jax.rocm.cases import PAGE, RocmCase
 from mla_jax.rocm.chips import CHIPS
 from mla_jax.rocm.compiler import compile_for
@@ -47,13 +48,13 @@ def loop(case: RocmCase, launch: Launch) -> tuple[float, int]:
     """(tiles of keys that a work group walks over, tiles in flight)."""
     if case.writes or case.op == "indexer":
         return 0, 1
-    tuning = case.tuning()
-    assert isinstance(tuning, AttendTuning)
+    chosen = case.tuning()
+    assert isinstance(chosen, AttendTuning)
     rows = case.config.geometry.num_heads * case.block_tokens
     blocks = -(-case.sizes.tokens // case.block_tokens) if case.op == "prefill" else case.sizes.sequences
-    splits = math.prod(launch.grid) / (blocks * -(-rows // tuning.rows))
+    splits = math.prod(launch.grid) / (blocks * -(-rows // chosen.rows))
     keys = case.topk if case.op == "sparse" else case.sizes.columns * PAGE
-    return keys / tuning.keys / splits, tuning.num_stages
+    return keys / chosen.keys / splits, chosen.num_stages
 
 
 def row(case: RocmCase, program: Program) -> dict[str, Any]:
@@ -97,14 +98,37 @@ def row(case: RocmCase, program: Program) -> dict[str, Any]:
 
 
 def measure(case: RocmCase, folder: pathlib.Path | None = None) -> dict[str, Any]:
-    """Compiles a case and returns its row; where compiling fails, a row that says so. With a folder the code is saved there."""
+    """Compiles a case and returns its row; where compiling fails, a row that says so. With a folder the code is saved there.
+
+    The compiler hands out code once a process: where another case was compiled to the same code before, a fresh process is asked.
+    """
     try:
         program = compile_case(case)
-        if not program.kernels or program.kernels[0].code is None:
+        if not program.kernels:
             raise ValueError("no kernel of the library in the compiled program")
+        missing = [launch for launch in (program.launches if folder else program.kernels) if launch.code is None]
+        if missing and tuning.is_forced():
+            raise ValueError(f"the compiler did not hand out the code of {missing[0].kernel}")
+        if missing:
+            return pool.fresh(_measure_once, case, folder)
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+        return _failed(case, error)
+    return _finish(case, program, folder)
+
+
+def _measure_once(case: RocmCase, folder: pathlib.Path | None) -> dict[str, Any]:
+    return _finish(case, compile_case(case), folder)
+
+
+def _finish(case: RocmCase, program: Program, folder: pathlib.Path | None) -> dict[str, Any]:
+    try:
         if folder is not None:
             save(case, program, folder)
-    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0][:300]
-        return {"case": case.name, "chip": case.arch, "compiled": False, "shortfalls": {"compiles": reason}}
-    return row(case, program)
+        return row(case, program)
+    except ValueError as error:
+        return _failed(case, error)
+
+
+def _failed(case: RocmCase, error: Exception) -> dict[str, Any]:
+    reason = str(error).strip().splitlines()[0][:300]
+    return {"case": case.name, "chip": case.arch, "compiled": False, "shortfalls": {"compiles": reason}}
