@@ -143,9 +143,11 @@ def write_tuning(target: Target, kernel: WriteKernel) -> WriteTuning:
 
 
 def kind(layout: CacheLayout, wide: bool, coded: bool = False) -> str:
-    """Which entries serve a layout: "float32" where products are made in it, "coded" where they are in FP8, else "plain", "packed" or
-    "raw"; rows of e4m3, which cost more to decode than e5m2 unless the chip converts them itself, may have "raw_native" (OCP) and
-    "raw_fnuz" of their own."""
+    """Which entries serve a layout.
+
+    "float32" where products are made in it, "coded" where they are in FP8, else "plain", "packed" or "raw". Rows of e4m3, which
+    cost more to decode than e5m2 unless the chip converts them itself, may have "raw_native" (OCP) and "raw_fnuz" of their own.
+    """
     if wide:
         return "float32"
     if coded:

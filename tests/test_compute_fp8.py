@@ -1,5 +1,7 @@
 """Attention whose queries and weights are rounded to the rows' FP8 type, on both implementations."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +49,7 @@ def test_prefill_and_sparse_take_it_too(rng):
     cu = np.array([0, 3, 5, 5], np.int32)
     slots = np.tile(np.arange(16, 80, dtype=np.int32), (5, 1))
     for implementation in ("xla", "pallas"):
-        options = {"implementation": implementation, "compute": "fp8"}
+        options: Any = {"implementation": implementation, "compute": "fp8"}
         exact, _ = mla.mla_prefill(q, r, cache, 0, TABLES, LENGTHS, cu)
         assert 0.005 < error(mla.mla_prefill(q, r, cache, 0, TABLES, LENGTHS, cu, **options)[0], exact) < 0.05
         exact, _ = mla.sparse_mla(q, r, cache, 0, slots)
@@ -74,7 +76,7 @@ def test_what_cannot_be_multiplied_is_refused(rng):
 
     def ask(layout, **options):
         cache = jax.eval_shape(lambda: mla.init_cache(config(layout, R=128, P=32)))
-        return jax.eval_shape(lambda c, *a: mla.mla_decode(*a, c, *rest, **options), cache, *q)
+        return jax.eval_shape(lambda c, a, b: mla.mla_decode(a, b, c, *rest, **options), cache, *q)
 
     for layout in ("plain_bfloat16", "packed_pow2"):
         with pytest.raises(ValueError, match=f"raw FP8 rows, got rows of layout {layout.removesuffix('_pow2')}"):

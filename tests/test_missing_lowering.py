@@ -19,7 +19,7 @@ def write(layout, **options):
     cache = jax.eval_shape(lambda: mla.init_cache(config(layout)))
     rows = (jax.ShapeDtypeStruct((8, width), jnp.bfloat16) for width in (512, 64))
     slots = jax.ShapeDtypeStruct((8,), jnp.int32)
-    return backend.lower(lambda c, s, *r: mla.write_kv(c, 0, s, *r, **options), "gfx942", cache, slots, *rows, donate_argnums=0)
+    return backend.lower(lambda c, s, a, b: mla.write_kv(c, 0, s, a, b, **options), "gfx942", cache, slots, *rows, donate_argnums=0)
 
 
 @pytest.mark.parametrize("layout", ["plain_bfloat16", "raw_e4m3fnuz", "packed_pow2"])
@@ -34,9 +34,9 @@ def test_attention_and_the_indexer_become_xla(without_lowering):
     cache = jax.eval_shape(lambda: mla.init_cache(config("index_e4m3fnuz_pow2", head_dim=128)))
     q = (jax.ShapeDtypeStruct((2, 1, 16, width), jnp.bfloat16) for width in (512, 64))
     tables, lengths, cu = np.ones((2, 3), np.int32), np.ones(2, np.int32), np.array([0, 1, 2], np.int32)
-    decode = backend.lower(lambda c, *q: mla.mla_decode(*q, c, 0, tables, lengths), "gfx942", cache, *q)
+    decode = backend.lower(lambda c, a, b: mla.mla_decode(a, b, c, 0, tables, lengths), "gfx942", cache, *q)
     asked = jax.ShapeDtypeStruct((2, 32, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2, 32), jnp.float32)
-    index = backend.lower(lambda c, *q: mla.indexer_logits(*q, c, 0, tables, lengths, cu), "gfx942", cache, *asked)
+    index = backend.lower(lambda c, a, b: mla.indexer_logits(a, b, c, 0, tables, lengths, cu), "gfx942", cache, *asked)
     for lowered in (decode, index):
         assert "triton" not in lowered.as_text()
 
