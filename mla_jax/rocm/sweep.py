@@ -16,12 +16,8 @@ Tuning = WriteTuning | AttendTuning | IndexTuning
 
 
 def write_candidates() -> list[Tuning]:
-    """For the writers: a wave and more, and the rows of a tile."""
-    return [
-        WriteTuning(rows=rows, together=rows, num_warps=warps)
-        for rows, warps in itertools.product((2, 4, 8, 16), (1, 2, 4))
-        if rows >= warps
-    ]
+    """For the writers: the rows of a tile. One wave owns them, so that nothing is exchanged through LDS."""
+    return [WriteTuning(rows=rows, together=rows, num_warps=1) for rows in (2, 4, 8, 16)]
 
 
 def attend_candidates(arch: str, rows: Sequence[int], keys: Sequence[int]) -> list[Tuning]:
