@@ -163,13 +163,14 @@ def test_committed_files_fit_together():
 @pytest.mark.slow
 @committed
 def test_committed_results_are_scored_again(script):
-    """40 problems in every format. Another device rounds otherwise, so an answer may change, and hardly more."""
+    """40 problems in a format of each write path. Another device rounds otherwise: an answer may change, and hardly more."""
     results, accuracy, problems = json.loads(RESULTS.read_text()), script("accuracy"), script("accuracy_problems")
     about = results["problems"]
     tests = problems.make_problems(about["seed"], about["count"], about["length"])[:40]
     model = models.from_pretrained(CHECKPOINT)
-    for form, stored in zip(accuracy.FORMATS, results["results"], strict=True):
-        assert form.label == stored["format"]
+    assert [form.label for form in accuracy.FORMATS] == [stored["format"] for stored in results["results"]]
+    for i in (0, 1, 3):
+        form, stored = accuracy.FORMATS[i], results["results"][i]
         again, _ = accuracy.score(model, tests, form, 40)
         changed = sum(a != b for a, b in zip(again["solved"], stored["solved"][:40], strict=True))
         assert changed <= 1, f"{form.label}: {changed} of 40 answers changed between right and wrong"
