@@ -146,6 +146,27 @@ def test_a_layer_is_taken_out_of_its_stack(deep):
         blocks[6]
 
 
+def test_a_layer_is_put_back_into_its_stack():
+    def make(seed: int) -> Any:
+        # Two segments, the second with two positions and two repetitions.
+        kinds = tuple("a" + "bc" * 2)
+        sizes = {0: 5, 1: 6, 2: 7, 3: 6, 4: 7}
+        block: Any = lambda layer, rngs: layers.Linear(4, sizes[layer], rngs=rngs)  # noqa: E731
+        return layers.LayerStack(kinds, (None,) * 5, block, rngs=nnx.Rngs(seed))
+
+    stack, other = make(0), make(1)
+    before = [np.asarray(block.weight[...]) for block in stack]
+    for i in (0, 3, -1):
+        stack[i] = other[i]
+    for i, block in enumerate(stack):
+        np.testing.assert_array_equal(block.weight[...], other[i].weight[...] if i in (0, 3, 4) else before[i])
+    with pytest.raises(ValueError, match=r"layer 1: weight is \(\(6, 4\), 'float32'\) in the stack, got \(\(7, 4\), 'float32'\)"):
+        stack[1] = other[2]
+    np.testing.assert_array_equal(stack[1].weight[...], before[1])
+    with pytest.raises(IndexError):
+        stack[5] = other[0]
+
+
 def test_random_layers_differ():
     stack: Any = layers.LayerStack(tuple("aab"), (None,) * 3, lambda _, rngs: layers.Linear(64, 64, rngs=rngs), rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]
     weights = [np.asarray(block.weight[...]) for block in stack]

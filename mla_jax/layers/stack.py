@@ -118,6 +118,10 @@ class LayerStack(nnx.Module):
         (True, 3, (Segment(first=0, period=1, repeats=1), Segment(first=1, period=1, repeats=2)))
         >>> [type(block.mlp).__name__ for block in stack], stack[1].mlp.experts.down.shape
         (['MLP', 'MoE', 'MoE'], (8, 24, 64))
+        >>> model = models.from_pretrained(models.demo_checkpoint())
+        >>> block = model.layers[1]
+        >>> block.self_attn.o_proj.weight[...] = 0 * block.self_attn.o_proj.weight[...]
+        >>> model.layers[1] = block  # without this line the model keeps its own
         >>> body = lambda block, place, carry: (carry + 1, place.layer)  # what to do with one layer's block
         >>> carry, outputs = jax.eval_shape(lambda stack: stack.scan(body, 0), stack)
         >>> len(outputs)
@@ -149,7 +153,8 @@ class LayerStack(nnx.Module):
     def __getitem__(self, layer: int) -> Block:
         """The block of a layer, with parameters of its own, shapes where the stack has shapes.
 
-        They are slices, in jit as outside: changing them does not change the stack.
+        They are slices, in jit as outside: changing them does not change the stack until the block is assigned back,
+        ``stack[i] = block``.
 
         Args:
             layer: which one; negative ones count from the end.
@@ -160,11 +165,38 @@ class LayerStack(nnx.Module):
         Raises:
             IndexError: for a layer that does not exist.
         """
+        blocks, repeat = self._find(layer)
+        return jax.tree.map(lambda x: _entry(x, repeat), blocks)
+
+    def __setitem__(self, layer: int, block: Block) -> None:
+        """Writes a block's parameters into the stack, as ``block = stack[i]; ...; stack[i] = block`` changes a layer.
+
+        Args:
+            layer: which one; negative ones count from the end.
+            block: of the same kind, with the shapes and dtypes of ``stack[layer]``.
+
+        Raises:
+            IndexError: for a layer that does not exist.
+            ValueError: for a block of another structure, shape or dtype; nothing is written.
+        """
+        blocks, repeat = self._find(layer)
+        whole, part = (nnx.to_flat_state(nnx.state(x)) for x in (blocks, block))
+        expected = {path: (tuple(x.shape[1:]), str(x.dtype)) for path, x in whole}
+        got = {path: (tuple(x.shape), str(x.dtype)) for path, x in part}
+        for path in sorted(expected.keys() | got.keys(), key=str):
+            if expected.get(path) != got.get(path):
+                name = ".".join(map(str, path))
+                raise ValueError(f"layer {layer}: {name} is {expected.get(path)} in the stack, got {got.get(path)}")
+        new = {path: entry for path, entry in part}
+        nnx.update(blocks, nnx.from_flat_state([(path, x.replace(x[...].at[repeat].set(new[path][...]))) for path, x in whole]))
+
+    def _find(self, layer: int) -> tuple[Block, int]:
+        """The stacked block that holds a layer, and which repetition it is."""
         layer = range(len(self))[layer]
         for segment, blocks in zip(self.segments, self.blocks, strict=True):
             repeat, position = divmod(layer - segment.first, segment.period)
             if repeat < segment.repeats:
-                return jax.tree.map(lambda x, repeat=repeat: _entry(x, repeat), blocks[position])
+                return blocks[position], repeat
         raise AssertionError(f"layer {layer} is in none of {self.segments}")
 
     def __iter__(self) -> Iterator[Block]:
