@@ -39,4 +39,43 @@ from mla_jax.training import sparse_attention as sparse_attention
 from mla_jax.writes import write_index_k as write_index_k
 from mla_jax.writes import write_kv as write_kv
 
+__all__ = [
+    "GEOMETRIES",
+    "Allocation",
+    "CacheConfig",
+    "CacheLayout",
+    "IndexLayout",
+    "IndexerGeometry",
+    "MLAGeometry",
+    "OutOfPagesError",
+    "PageAllocator",
+    "PagedMLACache",
+    "WritePath",
+    "assert_in_place",
+    "attention",
+    "attention_distribution",
+    "convert",
+    "expand_rows",
+    "explain",
+    "indexer_kl",
+    "indexer_logits",
+    "indexer_scores",
+    "init_cache",
+    "merge_lse",
+    "mla_decode",
+    "mla_prefill",
+    "pages_that_fit",
+    "positions_to_slots",
+    "raw_rows",
+    "read_index_k",
+    "read_kv",
+    "select_topk",
+    "sparse_attention",
+    "sparse_mla",
+    "straight_through",
+    "straight_through_index",
+    "write_index_k",
+    "write_kv",
+]
+
 __version__ = _version("mla-jax")

@@ -113,7 +113,7 @@ def members(item: Public) -> Iterator[Public]:
     if not inspect.isclass(item.value):
         return
     for name, value in vars(item.value).items():
-        is_public = not name.startswith("_") or name in ("__call__", "__getitem__")
+        is_public = not name.startswith("_") or name in ("__call__", "__getitem__", "__setitem__")
         if is_public and (inspect.isfunction(value) or isinstance(value, property)):
             yield Public(f"{item.name}.{name}", value, inspect.getdoc(value) or "", owner=item.value)
 
@@ -145,6 +145,13 @@ def test_the_walk_finds_what_is_public():
     assert {"mla_jax.PageAllocator.extend", "mla_jax.CacheLayout.row_bytes", "mla_jax.layers.MoE.__call__"} <= MEMBERS.keys()
     assert WITHOUT_EXAMPLE.keys() | SLOW_EXAMPLES <= PUBLIC.keys()
     assert "mla_jax.annotations" not in PUBLIC and "mla_jax.config" not in PUBLIC
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_names_what_a_package_exports(package):
+    # What help() and an editor list.
+    listed = importlib.import_module(package).__all__
+    assert sorted(listed) == sorted(name for _, name in exports(package))
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -183,7 +190,9 @@ def test_members_are_used_in_an_example(name: str) -> None:
     """In one of their own or in the class's, which may show several."""
     owner, member = MEMBERS[name]
     # A layer is called by writing it like a function.
-    use = {"__call__": r"\w\(", "__getitem__": r"\w\["}.get(member.short_name, rf"\.{member.short_name}\b")
+    use = {"__call__": r"\w\(", "__getitem__": r"\w\[", "__setitem__": r"\w\[\w+\] = "}.get(
+        member.short_name, rf"\.{member.short_name}\b"
+    )
     assert re.search(use, examples(owner) + examples(member)), f"no example of {owner.name} uses {member.short_name}"
 
 

@@ -25,3 +25,31 @@ from mla_jax.layers.stack import Segment as Segment
 from mla_jax.layers.stack import plan_segments as plan_segments
 from mla_jax.layers.step import Step as Step
 from mla_jax.layers.step import make_step as make_step
+
+__all__ = [
+    "MLP",
+    "AttentionKind",
+    "Block",
+    "BlockTrace",
+    "Experts",
+    "Indexer",
+    "LayerNorm",
+    "LayerStack",
+    "Linear",
+    "MLAttention",
+    "MoE",
+    "Place",
+    "RMSNorm",
+    "RopeSpec",
+    "Router",
+    "RoutingSpec",
+    "Segment",
+    "Selection",
+    "Step",
+    "YarnSpec",
+    "cos_sin",
+    "make_step",
+    "plan_segments",
+    "rotate",
+    "to_half_split",
+]

@@ -29,3 +29,18 @@ from mla_jax.models.spec import FAMILIES as FAMILIES
 from mla_jax.models.spec import ModelSpec as ModelSpec
 from mla_jax.models.spec import load_spec as load_spec
 from mla_jax.models.spec import parse_config as parse_config
+
+__all__ = [
+    "FAMILIES",
+    "CausalLM",
+    "ModelSpec",
+    "abstract_model",
+    "demo_checkpoint",
+    "forward",
+    "from_pretrained",
+    "generate",
+    "load_spec",
+    "parameter_count",
+    "parse_config",
+    "train",
+]
