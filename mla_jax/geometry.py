@@ -135,6 +135,7 @@ GEOMETRIES: Mapping[str, MLAGeometry] = MappingProxyType(
         "glm-4.7-flash": _preset(20, 768, 512, 192, 64, 256),
         "glm-5": _GLM_5,
         "glm-5.1": _GLM_5,
+        "glm-5.2": _GLM_5,
         "glm-5.3": _GLM_5,
         "kimi-k2": _preset(64, 1536, 512, 128, 64, 128, yarn=(32.0, 1.0)),
         "kimi-k2.5": _preset(64, 1536, 512, 128, 64, 128, yarn=(64.0, 1.0)),
@@ -147,4 +148,28 @@ Example:
     >>> import mla_jax as mla
     >>> sorted(mla.GEOMETRIES)[:3], mla.GEOMETRIES["glm-5"].kv_lora_rank, mla.GEOMETRIES["glm-5"].indexer.topk
     (['deepseek-r1', 'deepseek-v2-lite', 'deepseek-v3'], 512, 2048)
+"""
+
+NUM_LAYERS: Mapping[str, int] = MappingProxyType(
+    {
+        "deepseek-v2-lite": 27,
+        "deepseek-v3": 61,
+        "deepseek-r1": 61,
+        "deepseek-v3.2": 61,
+        "glm-4.7-flash": 47,
+        "glm-5": 78,
+        "glm-5.1": 78,
+        "glm-5.2": 78,
+        "glm-5.3": 78,
+        "kimi-k2": 61,
+        "kimi-k2.5": 61,
+        "minicpm3-4b": 62,
+    }
+)
+"""Attention layers of the same models, from the same files.
+
+Example:
+    >>> from mla_jax.geometry import NUM_LAYERS
+    >>> NUM_LAYERS["glm-5"]
+    78
 """

@@ -12,6 +12,7 @@ import mla_jax as mla
 from checkpoints import TINY
 from helpers import equations
 from mla_jax import layers, models
+from mla_jax.geometry import NUM_LAYERS
 
 _DEEPSEEK: Mapping[str, Any] = {
     "attention_bias": False,
@@ -157,11 +158,12 @@ def test_full_size_models_have_their_published_size(name):
 
 @pytest.mark.parametrize("name", [name for name in RELEASED if name != "deepseek-v2"])
 def test_full_size_specs_have_the_presets_geometry(name):
-    preset = mla.GEOMETRIES["glm-5" if name == "glm-5.2" else name]
+    preset = mla.GEOMETRIES[name]
     spec = models.parse_config(RELEASED[name])
     assert spec.geometry == preset
     config = models.abstract_model(spec).cache_config(num_pages=4, nsa_kv_cache_store_fp8=True)
     assert (config.num_layers, config.layout.row_bytes) == (spec.num_layers, 656)
+    assert spec.num_layers == NUM_LAYERS[name]
     assert config.num_index_layers == {"deepseek-v3": 0, "deepseek-v3.2": 61, "glm-5": 78, "glm-5.2": 21}[name]
 
 

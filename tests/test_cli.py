@@ -53,6 +53,13 @@ def test_info_explains_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert "SCALED" in text and "not RAW_FUSED" in text and "656 bytes a row" in text
 
 
+def test_info_counts_a_presets_own_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--preset", "deepseek-v2-lite", "--platform", "cuda"]) == 0
+    assert "27 layers" in capsys.readouterr().out
+    assert main(["info", "--preset", "deepseek-v2-lite", "--platform", "cuda", "--layers", "3"]) == 0
+    assert "3 layers" in capsys.readouterr().out
+
+
 def test_the_module_runs() -> None:
     done = subprocess.run([sys.executable, "-m", "mla_jax", "info", "--layers", "0"], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -7,6 +7,7 @@ import pytest
 
 import mla_jax as mla
 from helpers import geometry
+from mla_jax.geometry import NUM_LAYERS
 
 # name: (H, q_lora, R, N, P, V, softmax scale to seven digits, indexer (h, d, K)), copied from the models' config.json.
 PUBLISHED = {
@@ -17,6 +18,7 @@ PUBLISHED = {
     "glm-4.7-flash": (20, 768, 512, 192, 64, 256, 0.0625, None),
     "glm-5": (64, 2048, 512, 192, 64, 256, 0.0625, (32, 128, 2048)),
     "glm-5.1": (64, 2048, 512, 192, 64, 256, 0.0625, (32, 128, 2048)),
+    "glm-5.2": (64, 2048, 512, 192, 64, 256, 0.0625, (32, 128, 2048)),
     "glm-5.3": (64, 2048, 512, 192, 64, 256, 0.0625, (32, 128, 2048)),
     "kimi-k2": (64, 1536, 512, 128, 64, 128, 0.1308608, None),
     "kimi-k2.5": (64, 1536, 512, 128, 64, 128, 0.1446796, None),
@@ -59,6 +61,7 @@ def test_models_that_are_unverified_or_need_pooled_keys_are_left_out():
     assert set(mla.GEOMETRIES) == set(PUBLISHED)
     for absent in ("deepseek-v2", "glm-5.3-flash", "kimi-k3", "kimi-linear-48b"):
         assert absent not in mla.GEOMETRIES
+    assert set(NUM_LAYERS) == set(PUBLISHED)
     assert all(name == name.lower() and "_" not in name for name in mla.GEOMETRIES)
 
 

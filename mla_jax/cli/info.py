@@ -10,7 +10,7 @@ from mla_jax import devices
 from mla_jax.config import KV_CACHE_DTYPES, CacheConfig, pages_that_fit
 from mla_jax.devices import PLATFORMS
 from mla_jax.explain import explain
-from mla_jax.geometry import GEOMETRIES
+from mla_jax.geometry import GEOMETRIES, NUM_LAYERS
 from mla_jax.layout import SCALE_MODES
 
 NAME = "info"
@@ -28,7 +28,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", default="glm-5", choices=sorted(GEOMETRIES), help="model geometry (default: glm-5)")
-    parser.add_argument("--layers", type=int, default=78, help="attention layers (default: 78, GLM-5's)")
+    parser.add_argument("--layers", type=int, help="attention layers (default: the preset's)")
     parser.add_argument("--gib", type=float, default=1.0, help="memory for the pools, in GiB (default: 1)")
     add_cache_flags(parser)
 
@@ -36,9 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     console = Console()
     geometry = GEOMETRIES[args.preset]
+    layers = NUM_LAYERS[args.preset] if args.layers is None else args.layers
     config = CacheConfig(
         geometry=geometry,
-        num_layers=args.layers,
+        num_layers=layers,
         num_pages=2,
         page_size=args.page_size,
         platform=args.platform,
@@ -51,9 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--gib must be finite and positive, got {args.gib}")
     pages = pages_that_fit(config, int(args.gib * 2**30))
     if pages < 2:
-        raise ValueError(
-            f"--gib {args.gib:g} holds {pages} pages of {args.page_size} tokens in {args.layers} layers; a cache needs 2"
-        )
+        raise ValueError(f"--gib {args.gib:g} holds {pages} pages of {args.page_size} tokens in {layers} layers; a cache needs 2")
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
     config = CacheConfig(**{**fields, "num_pages": pages})
 
@@ -62,6 +61,6 @@ def run(args: argparse.Namespace) -> int:
         target = devices.target_of_device(device)
         table.add_row(str(device.id), device.device_kind, target.backend, target.arch or "-")
     console.print(table)
-    console.print(f"[bold]{args.preset}[/bold], {args.layers} layers, {args.gib:g} GiB", highlight=False)
+    console.print(f"[bold]{args.preset}[/bold], {layers} layers, {args.gib:g} GiB", highlight=False)
     console.print(explain(config), highlight=False, markup=False, soft_wrap=True)
     return 0
