@@ -87,7 +87,11 @@ def check_shapes(op: str, shapes: dict[str, tuple[int | str, ...]], **arrays: An
     bound: dict[str, int] = {}
     for name, array in arrays.items():
         got, want = tuple(np.shape(array)), shapes[name]
-        agrees = len(got) == len(want)
+        if len(got) != len(want):
+            # Before letters are bound to sizes, which would be those of other axes.
+            letters = ", ".join(map(str, want))
+            raise ValueError(f"{op}: expected {name} of shape [{letters}], {len(want)} axes, got {name}.shape={got}")
+        agrees = True
         for size, expected in zip(got, want, strict=False):
             if isinstance(expected, str):
                 expected = bound.setdefault(expected, size)
