@@ -320,7 +320,9 @@ def test_verify_rocm_without_the_compiler_exits_with_2(monkeypatch, capsys):
     monkeypatch.setattr(compiler, "versions", lambda: none)
     assert main(["verify-rocm"]) == 2
     error = capsys.readouterr().err
-    assert error == "mla-jax verify-rocm: the ROCm compiler is not installed: pip install 'mla-jax[rocm]'\n"
+    line = ".".join(jax.__version__.split(".")[:2])
+    pip = f"pip install 'jax=={line}.*' 'jax-rocm7-plugin=={line}.*' 'jax-rocm7-pjrt=={line}.*' msgpack tinygrad"
+    assert error == f"mla-jax verify-rocm: the ROCm compiler is not installed: {pip}\n"
 
 
 def test_a_plugin_of_another_release_is_refused(monkeypatch):

@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import os
 import pathlib
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,12 +23,21 @@ from mla_jax.rocm.chips import CHIPS
 from mla_jax.rocm.code_object import CodeObject
 from mla_jax.rocm.program import Launch, Program, instruction_key, read_program
 
-INSTALL = "pip install 'mla-jax[rocm]'"
 _LINES = ("0.10", "0.12")
+"""Lines of jax that have a ROCm plugin; the first is the last for Python 3.11."""
 
 
 class RocmUnavailableError(RuntimeError):
     """The compiler for AMD chips cannot be loaded here; the message says what mends it."""
+
+
+def install_command() -> str:
+    """The pip line that installs what compiling takes: this package's rocm extra, spelled out, for the jax that is here."""
+    line = ".".join(versions()["jax"].split(".")[:2])
+    if line not in _LINES:
+        line = _LINES[sys.version_info >= (3, 12)]
+    pinned = " ".join(f"'{name}=={line}.*'" for name in ("jax", "jax-rocm7-plugin", "jax-rocm7-pjrt"))
+    return f"pip install {pinned} msgpack tinygrad"
 
 
 def versions() -> dict[str, str]:
@@ -45,18 +55,20 @@ def _plugin() -> pathlib.Path:
     """The plugin's library, of the release that fits this jax."""
     have = versions()
     if have["jax-rocm7-pjrt"] == "none":
-        raise RocmUnavailableError(f"the ROCm compiler is not installed: {INSTALL}")
+        raise RocmUnavailableError(f"the ROCm compiler is not installed: {install_command()}")
     line = ".".join(have["jax"].split(".")[:2])
     if line not in _LINES or ".".join(have["jax-rocm7-pjrt"].split(".")[:2]) != line:
         raise RocmUnavailableError(
             f"compiling for AMD chips works with jax {' and '.join(_LINES)} and the jax-rocm7 plugin of the same line, "
-            f"got jax {have['jax']} and plugin {have['jax-rocm7-pjrt']}: {INSTALL}"
+            f"got jax {have['jax']} and plugin {have['jax-rocm7-pjrt']}: {install_command()}"
         )
     files = importlib.metadata.files("jax-rocm7-pjrt") or []
     for file in files:
         if file.name == "xla_rocm_plugin.so":
             return pathlib.Path(str(file.locate()))
-    raise RocmUnavailableError(f"jax-rocm7-pjrt {have['jax-rocm7-pjrt']} holds no xla_rocm_plugin.so: {INSTALL} --force-reinstall")
+    raise RocmUnavailableError(
+        f"jax-rocm7-pjrt {have['jax-rocm7-pjrt']} holds no xla_rocm_plugin.so: {install_command()} --force-reinstall"
+    )
 
 
 def check_available() -> None:
@@ -70,7 +82,7 @@ def check_available() -> None:
         try:
             importlib.metadata.version(module)
         except importlib.metadata.PackageNotFoundError:
-            raise RocmUnavailableError(f"reading AMD code objects needs {module}: {INSTALL}") from None
+            raise RocmUnavailableError(f"reading AMD code objects needs {module}: {install_command()}") from None
     if tools := stand_ins.missing_tools():
         raise RocmUnavailableError(f"the ROCm compiler needs {', '.join(tools)} on this machine, e.g. apt install gcc binutils")
 
