@@ -120,7 +120,7 @@ class MLAttention(nnx.Module):
             step: the batch.
             index_layer: which of its index layers; needed by kind "full".
             selection: that of the layer before; needed by kind "shared".
-            implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
+            implementation: "xla" or "pallas", for every operation on the cache; None: the best that can.
 
         Returns:
             The output [T, D], the cache, and the selection for the next layer: a new one from kind "full", else the one given.

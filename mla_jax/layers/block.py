@@ -99,7 +99,7 @@ class Block(nnx.Module):
             index_layer: which of its index layers; needed by attention of kind "full".
             selection: that of the block before; needed by attention of kind "shared".
             first_expert: where its experts begin, as in :class:`Experts`.
-            implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
+            implementation: "xla" or "pallas", for every operation on the cache; None: the best that can.
 
         Returns:
             The stream [T, D], the cache, and the trace.

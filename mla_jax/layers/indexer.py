@@ -137,7 +137,7 @@ class Indexer(nnx.Module):
             cache: a cache with index keys.
             index_layer: which of the cache's index layers is this one's.
             step: the batch.
-            implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
+            implementation: "xla" or "pallas", for every operation on the cache; None: the best that can.
 
         Returns:
             The selection, of min(K, M * page_size) tokens a row, and the cache.

@@ -37,7 +37,7 @@ def forward(
         platform: whose FP8 dialect the cache stores.
         scale_mode: of packed rows and FP8 index keys.
         nsa_kv_cache_store_fp8: packed rows.
-        implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
+        implementation: "xla" or "pallas", for every operation on the cache; None: the best that can.
 
     Returns:
         float32 [B, T, V] logits, natural log.

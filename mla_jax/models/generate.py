@@ -57,7 +57,7 @@ def generate(
         platform: whose FP8 dialect the cache stores.
         scale_mode: of packed rows and FP8 index keys.
         nsa_kv_cache_store_fp8: packed rows.
-        implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
+        implementation: "xla" or "pallas", for every operation on the cache; None: the best that can.
 
     Returns:
         For each prompt its new ids, the stop id that ended it included.

@@ -145,7 +145,7 @@ class CausalLM(nnx.Module):
             lengths: int32[S], tokens in the cache, the new ones included.
             cu_q_lens: int32[S + 1], 0 and the running sum of new tokens; None: each sequence has T / S, as in a decode step, for
                 which dense attention has a better form.
-            implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
+            implementation: "xla" or "pallas", for every operation on the cache; None: the best that can.
 
         Returns:
             float32 [T, V] logits, natural log, and the cache.
@@ -181,7 +181,7 @@ class CausalLM(nnx.Module):
             block_tables: int32[S, M], pages of each sequence, padded with 0 or -1.
             lengths: int32[S], tokens in the cache, the new ones included.
             cu_q_lens: int32[S + 1], 0 and the running sum of new tokens; None: each sequence has T / S.
-            implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
+            implementation: "xla" or "pallas", for every operation on the cache; None: the best that can.
 
         Returns:
             [T, D] in the model's type, which :meth:`logits` takes, and the cache.
@@ -212,7 +212,7 @@ class CausalLM(nnx.Module):
             block_tables: int32[S, M], pages of each sequence, padded with 0 or -1.
             lengths: int32[S], tokens in the cache, the new ones included.
             cu_q_lens: int32[S + 1], 0 and the running sum of new tokens; None: each sequence has T / S.
-            implementation: "xla", "pallas" or "mosaic_gpu", for every operation on the cache; None: the best that can.
+            implementation: "xla" or "pallas", for every operation on the cache; None: the best that can.
 
         Returns:
             [T, D] in the model's type, the cache, and each layer's trace.
