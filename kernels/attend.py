@@ -90,13 +90,13 @@ def arrange_queries(
         factors = factors * np.float32(1 / QUERY_SCALE)
         latent, rope = (_coded(part * np.float32(QUERY_SCALE), fmt.dialect) for part in (latent, rope))
 
-    def planes(x: Array, piece: tiles.Piece, dtype: Any) -> Array:
+    def widened(x: Array, dtype: Any) -> Array:
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % program_rows), (0, 0)))
-        return jnp.swapaxes(tiles.split(x if fmt.coded else x.astype(dtype), piece), 1, 2)
+        return x if fmt.coded else x.astype(dtype)
 
     return QueryRows(
-        planes(latent, fmt.arrangement(fmt.latent), fmt.dtype),
-        planes(rope, fmt.arrangement(fmt.rope), fmt.rope_dtype) if fmt.rope is not None else None,
+        jnp.swapaxes(fmt.split_latent(widened(latent, fmt.dtype)), 1, 2),
+        None if fmt.rope is None else jnp.swapaxes(tiles.split(widened(rope, fmt.rope_dtype), fmt.arrangement(fmt.rope)), 1, 2),
         jnp.pad(factors, ((0, 0), (0, -factors.shape[1] % program_rows))),
     )
 

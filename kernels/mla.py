@@ -167,7 +167,9 @@ def _run(
 ) -> Attention:
     """The kernel, what its operands need before it and its results after it. Jitted, so that eager calls compile once."""
     blocks, rows, _ = latent.shape
-    fmt = tiles.row_format(layout, wide=wide, native=tuning.native_fp8, joined=tuning.join_planes, coded=coded)
+    fmt = tiles.row_format(
+        layout, wide=wide, native=tuning.native_fp8, joined=tuning.join_planes, coded=coded, pieces=tuning.pieces
+    )
     q = arrange_queries(latent, rope, factor, fmt, tuning.rows)
     if num_splits is None:
         num_splits = default_splits(tuning, blocks * (q.factor.shape[1] // tuning.rows), columns)
@@ -195,7 +197,7 @@ def _run(
     if sinks is not None:
         share = np.float32(1) / (np.float32(1) + jnp.exp2((sinks - lse) * LOG2_E))
         out = jnp.where((lse == NEG_INF)[:, None, :, None], np.float32(0), out * share[:, None, :, None])
-    return tiles.join(jnp.swapaxes(out, 1, 2), fmt.arrangement(fmt.latent)).astype(out_dtype), lse
+    return fmt.join_latent(jnp.swapaxes(out, 1, 2)).astype(out_dtype), lse
 
 
 def _merge(

@@ -58,7 +58,7 @@ class RowFormat:
     """How rows of a layout are read.
 
     Attributes:
-        latent: piece of the latent numbers.
+        latent: pieces of the latent numbers, in order and of equal width.
         rope: piece of the rope numbers, or None.
         dtype: of the planes of the latent numbers.
         rope_dtype: of the planes of the rope numbers.
@@ -69,7 +69,7 @@ class RowFormat:
         joined: planes are joined to rows in the columns' own order, for matrix units that read them from shared memory anyway.
     """
 
-    latent: Piece
+    latent: tuple[Piece, ...]
     rope: Piece | None
     dtype: np.dtype
     rope_dtype: np.dtype
@@ -83,8 +83,18 @@ class RowFormat:
         """What queries and outputs of a piece are split into and joined from."""
         return Piece(0, piece.words * piece.numbers, 1, least=piece.width * piece.numbers) if self.joined else piece
 
+    def split_latent(self, x: Shaped[Array, "*lead n"]) -> Shaped[Array, "*lead planes width"]:
+        """Columns as the planes of all pieces."""
+        parts = jnp.split(x, len(self.latent), axis=-1)
+        return jnp.concatenate([split(part, self.arrangement(self.latent[0])) for part in parts], axis=-2)
 
-def row_format(layout: CacheLayout, *, wide: bool, native: bool, joined: bool, coded: bool = False) -> RowFormat:
+    def join_latent(self, x: Shaped[Array, "*lead planes width"]) -> Shaped[Array, "*lead n"]:
+        """The columns of planes; undoes :meth:`split_latent`."""
+        parts = jnp.split(x, len(self.latent), axis=-2)
+        return jnp.concatenate([join(part, self.arrangement(self.latent[0])) for part in parts], axis=-1)
+
+
+def row_format(layout: CacheLayout, *, wide: bool, native: bool, joined: bool, coded: bool = False, pieces: int = 1) -> RowFormat:
     """The format of ``layout``.
 
     Args:
@@ -93,6 +103,8 @@ def row_format(layout: CacheLayout, *, wide: bool, native: bool, joined: bool, c
         native: codes are converted by the device's own instruction, which needs no factor.
         joined: as in :class:`RowFormat`.
         coded: as in :class:`RowFormat`; raw rows only.
+        pieces: of the latent numbers at most, a power of two; fewer where they would not be equal, or smaller than matrix units or
+            the groups of packed rows.
 
     Raises:
         NotImplementedError: for packed rows of words that hold less than a scale (odd rope dims).
@@ -102,20 +114,20 @@ def row_format(layout: CacheLayout, *, wide: bool, native: bool, joined: bool, c
     if coded:
         assert layout.is_raw and layout.dialect is not None
         dtype = jnp.dtype(FP8_DTYPES[layout.dialect])
-        latent = Piece(0, R // word, word, least=MIN_CODED_WIDTH)
+        latent = _equal_pieces(R // word, word, pieces, MIN_CODED_WIDTH, MIN_CODED_WIDTH)
         rope = Piece(R // word, P // word, word, least=MIN_CODED_WIDTH) if P else None
         return RowFormat(latent, rope, dtype, dtype, None, layout.dialect, 1.0, False, coded=True)
     if layout.is_packed:
         if word != 4:
             raise NotImplementedError(f"packed rows with an odd number of rope dims have words of {word} bytes, the kernels read 4")
-        latent = Piece(0, R // 4, 4)
+        latent = _equal_pieces(R // 4, 4, pieces, GROUP // 4, MIN_WIDTH)
         scales = Piece(R // 4, R // GROUP, 1, least=1)
         rope = Piece(R // 4 + R // GROUP, P // 2, 2) if P else None
         dtype, rope_dtype = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)
     else:
         scales = None
         numbers = word if layout.is_raw else 1
-        latent = Piece(0, R // numbers, numbers)
+        latent = _equal_pieces(R // numbers, numbers, pieces, MIN_WIDTH, MIN_WIDTH)
         rope = Piece(R // numbers, P // numbers, numbers) if P else None
         dtype = rope_dtype = jnp.dtype(jnp.float16) if layout.is_raw else layout.number_dtype
     if wide:
@@ -123,6 +135,14 @@ def row_format(layout: CacheLayout, *, wide: bool, native: bool, joined: bool, c
     # The scales of packed rows carry the factor.
     factor = 1.0 if layout.is_packed or layout.dialect is None else code_factor(layout.dialect, word, native)
     return RowFormat(latent, rope, dtype, rope_dtype, scales, layout.dialect, factor, joined)
+
+
+def _equal_pieces(words: int, numbers: int, pieces: int, least_words: int, least: int) -> tuple[Piece, ...]:
+    """``words`` words in as many pieces as are wanted and possible."""
+    while pieces > 1 and (words % pieces or words // pieces < least_words):
+        pieces //= 2
+    size = words // pieces
+    return tuple(Piece(start, size, numbers, least) for start in range(0, words, size))
 
 
 def fit_float16(amax: Float[Array, "*lead"]) -> tuple[Float[Array, "*lead"], Float[Array, "*lead"]]:
@@ -201,18 +221,20 @@ class Tile:
 
 def load_tile(pool_ref: Any, place: Place, fmt: RowFormat, *, native: bool, interpret: bool) -> Tile:
     """The rows at ``place``."""
-    pieces = [fmt.latent, *([fmt.rope] if fmt.rope is not None else [])]
-    words = [place.load(pool_ref, piece, interpret=interpret) for piece in pieces]
+    words = [place.load(pool_ref, piece, interpret=interpret) for piece in fmt.latent]
+    rope = [place.load(pool_ref, fmt.rope, interpret=interpret)] if fmt.rope is not None else []
     if fmt.dialect is None:
-        planes = [w.astype(fmt.dtype) for w in words]
-        return Tile(planes[:1], planes[1:], None)
+        return Tile([w.astype(fmt.dtype) for w in words], [w.astype(fmt.dtype) for w in rope], None)
     if fmt.coded:
-        latent, *rope = (_codes(w) for w in words)
-        return Tile(latent, rope[0] if rope else [], None)
-    codes = words if fmt.scales is None else words[:1]
-    latent, *rope = (decode_codes(w, fmt.dialect, fmt.dtype, native=native) for w in codes)
+        return Tile([plane for w in words for plane in _codes(w)], [plane for w in rope for plane in _codes(w)], None)
+
+    def decoded(words: Any) -> list[Any]:
+        assert fmt.dialect is not None
+        return decode_codes(words, fmt.dialect, fmt.dtype, native=native)
+
     if fmt.scales is None:
-        return Tile(_arranged(latent, fmt), _arranged(rope[0], fmt) if rope else [], None)
+        latent, rope = ([plane for w in part for plane in _arranged(decoded(w), fmt)] for part in (words, rope))
+        return Tile(latent, rope, None)
     bits = place.load(pool_ref, fmt.scales, interpret=interpret)
     largest = jnp.max(bits.astype(jnp.int32), axis=1).astype(jnp.uint32)  # positive floats are ordered as their bits
     # Rows that are not read have zeros for scales; below every scale that is written, and its reciprocal is finite.
@@ -221,15 +243,20 @@ def load_tile(pool_ref: Any, place: Place, fmt: RowFormat, *, native: bool, inte
     reciprocal = jax.lax.bitcast_convert_type(np.uint32(0x7F000000) - power, jnp.float32)
     reciprocal = reciprocal * np.float32(code_factor(fmt.dialect, 4, native))
     column = jax.lax.broadcasted_iota(jnp.int32, (1, fmt.scales.width), 1)
-    group = jax.lax.broadcasted_iota(jnp.int32, (1, fmt.latent.width), 1) >> np.int32((GROUP // 4).bit_length() - 1)
-    scale: Any = None
+    scales = []
     for g in range(fmt.scales.words):
         own = jnp.sum(jnp.where(column == g, bits, np.uint32(0)), axis=1, dtype=jnp.uint32)
-        own = (jax.lax.bitcast_convert_type(own, jnp.float32) * reciprocal).astype(fmt.dtype)[:, None]
-        scale = own if scale is None else jnp.where(group < g, scale, own)
-    halves = [_bfloat16(words[1], i).astype(fmt.rope_dtype) for i in range(2)] if fmt.rope is not None else []
-    scaled = _arranged([plane * scale for plane in latent], fmt)
-    return Tile(scaled, _arranged(halves, fmt), jax.lax.bitcast_convert_type(power, jnp.float32))
+        scales.append((jax.lax.bitcast_convert_type(own, jnp.float32) * reciprocal).astype(fmt.dtype)[:, None])
+    latent = []
+    groups = fmt.scales.words // len(fmt.latent)
+    group = jax.lax.broadcasted_iota(jnp.int32, (1, fmt.latent[0].width), 1) >> np.int32((GROUP // 4).bit_length() - 1)
+    for i, w in enumerate(words):
+        scale, *others = scales[groups * i : groups * (i + 1)]
+        for g, own in enumerate(others, 1):
+            scale = jnp.where(group < g, scale, own)
+        latent += _arranged([plane * scale for plane in decoded(w)], fmt)
+    halves = [_bfloat16(w, i).astype(fmt.rope_dtype) for w in rope for i in range(2)]
+    return Tile(latent, _arranged(halves, fmt) if halves else [], jax.lax.bitcast_convert_type(power, jnp.float32))
 
 
 def _arranged(planes: list[Any], fmt: RowFormat) -> list[Any]:

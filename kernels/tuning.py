@@ -63,6 +63,8 @@ class AttendTuning:
         programs: programs that fill the chip; keys are split while there are no more.
         native_fp8: decode OCP e4m3 with the device's own instruction.
         join_planes: join the planes of decoded codes to whole rows, for warp-group matrix units, which read shared memory.
+        pieces: parts, a power of two, in which the latent numbers of a row are loaded, decoded and multiplied: fewer registers
+            hold them on their way to shared memory. Fewer are made where they would not be equal, or too small.
     """
 
     rows: int
@@ -72,6 +74,7 @@ class AttendTuning:
     programs: int = 1
     native_fp8: bool = False
     join_planes: bool = False
+    pieces: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from batches import (
 from checkpoints import quick_programs
 from helpers import INDEX_LAYOUTS, LAYOUTS, config, oracle_rows, row_bytes, with_rows
 from mla_jax import reference
+from mla_jax.kernels import tiles, tuning
 
 LENGTHS = [0, 1, 16, 33, 70, 48]
 """Empty, one, one page, a last page that begins inside the two new tokens, one that ends in the middle, and full pages."""
@@ -169,6 +170,38 @@ def test_f15_other_widths(layout, R, P, rng):
     got = ask(case, q)
     check(got, decode_oracle(case, q), *tolerances(layout, jnp.bfloat16))
     assert same_bits(got, ask(case, q, 0xFF))
+
+
+@pytest.mark.parametrize(
+    ("layout", "R", "pieces", "joined", "made"),
+    [
+        ("packed_fp32", 512, 4, True, 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("packed_pow2", 256, 8, False, 2),
+                ("packed_pow2", 512, 2, True, 2),
+                ("raw_e4m3fn", 512, 4, True, 4),
+                ("raw_e4m3fnuz", 256, 4, False, 4),
+                ("raw_e5m2", 36, 4, True, 1),
+                ("plain_bfloat16", 512, 4, False, 4),
+            ]
+        ),
+    ],
+)
+def test_rows_read_in_pieces(layout, R, pieces, joined, made, rng):
+    # What only some chips' tables ask for.
+    case = batch(rng, layout, [9, 40], R=R)
+    q = queries(rng, 2, 1, H, R=R, dtype=jnp.bfloat16)
+    fmt = tiles.row_format(case.config.layout, wide=False, native=False, joined=joined, pieces=pieces)
+    assert len(fmt.latent) == made
+    read = interpreted(mla.mla_decode)
+    with tuning.forced(tuning.AttendTuning(rows=16, keys=16, num_warps=1, pieces=pieces, join_planes=joined)):
+        got, again = (
+            read(*q, case.cache(byte), LAYER, case.tables, case.lengths, out_dtype="float32", num_splits=2) for byte in (0, 0xFF)
+        )
+    check(got, decode_oracle(case, q), *tolerances(layout, jnp.bfloat16))
+    assert same_bits(got, again)
 
 
 @pytest.mark.parametrize("new", [8, *slow(3, 5, 7)])

@@ -17,11 +17,13 @@ from mla_jax.kernels.tuning import AttendTuning, IndexTuning
 BUCKETS: tuple[tuple[str, str, str, str], ...] = (
     ("dense", "plain", "plain_bfloat16", "decode"),
     ("dense", "raw_native", "raw_e4m3fn", "decode"),
-    ("dense", "raw", "raw_e4m3fnuz", "decode"),
+    ("dense", "raw_fnuz", "raw_e4m3fnuz", "decode"),
+    ("dense", "raw", "raw_e5m2", "decode"),
     ("dense", "packed", "packed_pow2", "decode"),
     ("sparse", "plain", "plain_bfloat16", "sparse"),
     ("sparse", "raw_native", "raw_e4m3fn", "sparse"),
-    ("sparse", "raw", "raw_e4m3fnuz", "sparse"),
+    ("sparse", "raw_fnuz", "raw_e4m3fnuz", "sparse"),
+    ("sparse", "raw", "raw_e5m2", "sparse"),
     ("sparse", "packed", "packed_pow2", "sparse"),
 )
 """(kernel, kind of entry, layout, operation) of what is timed; H = 16 for small blocks, 128 for all others."""
@@ -29,12 +31,13 @@ BUCKETS: tuple[tuple[str, str, str, str], ...] = (
 
 def candidates(heads: int, native: bool, coded: bool) -> list[AttendTuning]:
     """Launch parameters worth a try; ``coded``: the rows hold FP8. Tiles that do not fit the chip fail to compile and drop out."""
+    pieces = (1, 4) if coded else (1,)
     if heads <= tuning.SMALL_ROWS:
-        shapes = [(16, keys, 4, stages, False) for keys in (32, 64) for stages in (1, 2, 3)]
+        shapes = [(16, keys, 4, stages, False, parts) for keys in (32, 64) for stages in (1, 2, 3) for parts in pieces]
     else:
-        shapes = [(32, keys, 4, stages, False) for keys in (32, 64) for stages in (2, 3)]
-        shapes += [(64, 32, 8, stages, False) for stages in (2, 3)]
-        shapes += [(64, 64, 8, stages, joined) for stages in (1, 2, 3) for joined in (False, True)[: 1 + coded]]
+        shapes = [(32, keys, 4, stages, False, parts) for keys, stages in ((32, 3), (64, 1), (64, 2)) for parts in pieces]
+        shapes += [(64, 32, 8, stages, coded, 1) for stages in (2, 3)]
+        shapes += [(64, 64, 8, stages, coded, parts) for stages in (1, 2, 3) for parts in (1, 2, 4)]
     return [
         AttendTuning(
             rows=rows,
@@ -44,8 +47,9 @@ def candidates(heads: int, native: bool, coded: bool) -> list[AttendTuning]:
             programs=132 if rows == 64 else 264,
             native_fp8=native,
             join_planes=joined,
+            pieces=parts,
         )
-        for rows, keys, warps, stages, joined in shapes
+        for rows, keys, warps, stages, joined, parts in shapes
     ]
 
 
@@ -56,7 +60,7 @@ def index_candidates(native: bool) -> list[IndexTuning]:
 
 
 def tune(buckets: tuple[tuple[str, str, str, str], ...] = BUCKETS) -> Iterator[dict[str, Any]]:
-    """Times the candidates of every bucket, writes the table of this chip, and yields each bucket's choice."""
+    """Times the candidates of every bucket, writes each choice to the table of this chip as it is made, and yields it."""
     target = default_target()
     native = target.backend == "cuda" and (target.arch or "") >= "sm_89"
     tables: dict[str, Any] = json.loads(tuning.TABLES.read_text())
@@ -92,18 +96,22 @@ def tune(buckets: tuple[tuple[str, str, str, str], ...] = BUCKETS) -> Iterator[d
         return option, microseconds
 
     def entry(option: Any) -> dict[str, Any]:
-        defaults = {"native_fp8": False, "join_planes": False}
+        defaults = {"native_fp8": False, "join_planes": False, "pieces": 1}
         return {k: v for k, v in vars(option).items() if defaults.get(k) is not v}
+
+    def write() -> None:
+        tuning.TABLES.write_text(json.dumps(tables, indent=1) + "\n")
+        tuning.tables.cache_clear()
 
     for kernel, kind, layout, op in buckets:
         for heads, name in ((16, str(tuning.SMALL_ROWS)), (128, "any")):
             case = ReadCase(op, layout, 128, heads, 4096, 2048 if op == "sparse" else 0)
             option, microseconds = best(case, candidates(heads, native and kind in ("raw_native", "packed"), kind != "plain"))
             table[kernel].setdefault(kind, {})[name] = entry(option)
+            write()
             yield {"case": case.name, "layout": layout, "microseconds": round(microseconds, 1), "choice": str(entry(option))}
     case = ReadCase("indexer", "raw_e4m3fn", 128, 32, 4096)
     option, microseconds = best(case, index_candidates(native))
     table["index"] = entry(option)
+    write()
     yield {"case": case.name, "layout": case.layout, "microseconds": round(microseconds, 1), "choice": str(entry(option))}
-    tuning.TABLES.write_text(json.dumps(tables, indent=1) + "\n")
-    tuning.tables.cache_clear()

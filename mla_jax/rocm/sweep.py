@@ -107,7 +107,7 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def entry(candidate: Tuning) -> dict[str, Any]:
     """As the table has it: without what is at its default."""
-    defaults = {"native_fp8": False, "join_planes": False, "together": 1}
+    defaults = {"native_fp8": False, "join_planes": False, "pieces": 1, "together": 1}
     return {k: v for k, v in vars(candidate).items() if defaults.get(k) is not v}
 
 
