@@ -37,9 +37,11 @@ NEW = [70, 1, 0, 5, 65, 30]
 TOLERANCE, LSE_TOLERANCE = 3e-3, 1e-3
 WIDTHS = {"R": 512, "P": 64}
 
-decode = jax.jit(functools.partial(mla.mla_decode, implementation="pallas", out_dtype="float32"), static_argnames=("num_splits",))
-prefill = jax.jit(functools.partial(mla.mla_prefill, implementation="pallas", out_dtype="float32"))
-sparse = jax.jit(functools.partial(mla.sparse_mla, implementation="pallas", out_dtype="float32"))
+decode = jax.jit(
+    functools.partial(mla.mla_decode, implementation="pallas", out_dtype="float32"), static_argnames=("num_splits", "compute")
+)
+prefill = jax.jit(functools.partial(mla.mla_prefill, implementation="pallas", out_dtype="float32"), static_argnames=("compute",))
+sparse = jax.jit(functools.partial(mla.sparse_mla, implementation="pallas", out_dtype="float32"), static_argnames=("compute",))
 indexer = jax.jit(functools.partial(mla.indexer_logits, implementation="pallas"))
 
 
@@ -190,6 +192,23 @@ def test_sinks_and_k_scale(fresh):
     assert_close(prefill(*flat, cache, LAYER, case.tables, case.lengths, cu, **options), prefill_oracle(case, flat, cu, **options))
     slots = listed(fresh, case, 6, 100)
     assert_close(sparse(*flat, cache, LAYER, slots, **options), sparse_oracle(case, flat, slots, **options))
+
+
+@pytest.mark.parametrize(("layout", "bound"), [("raw_e4m3fn", 0.06), ("raw_e5m2", 0.12)])
+def test_products_in_fp8(layout, bound, fresh):
+    # Queries and weights are rounded to the rows' type, so that the error is theirs.
+    case, cu = make(fresh, layout), sums(NEW)
+    for new, heads in ((1, 16), (2, 20), (1, 128)):
+        q = ask(fresh, len(LENGTHS), new, heads)
+        got = decode(*q, on_device(case, 0xFF), LAYER, case.tables, case.lengths, compute="fp8")
+        assert relative_error(got[0], decode_oracle(case, q)[0]) < bound
+        assert same_bits(got, decode(*q, on_device(case, 0), LAYER, case.tables, case.lengths, compute="fp8"))
+    q = ask(fresh, int(cu[-1]) + 3, 16)
+    got = prefill(*q, on_device(case, 0xFF), LAYER, case.tables, case.lengths, cu, compute="fp8")
+    assert relative_error(got[0], prefill_oracle(case, q, cu)[0]) < bound
+    q, slots = ask(fresh, 8, 64), listed(fresh, case, 8, 300)
+    got = sparse(*q, on_device(case, 0xFF), LAYER, slots, compute="fp8")
+    assert relative_error(got[0], sparse_oracle(case, q, slots)[0]) < bound
 
 
 # ---- bits --------------------------------------------------------------------------------------------------------------

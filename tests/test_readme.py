@@ -46,18 +46,47 @@ def test_speed_table_quotes_the_committed_measurement() -> None:
 def test_reading_table_quotes_the_committed_measurement() -> None:
     results = json.loads((ROOT / "benchmarks" / "h200_reads.json").read_text())
     rows: dict[str, Any] = {r["case"]: r for r in results["reads"]["rows"]}
-    line = r"^\| (\w+ \w+ B=[^|]+) \| ([\d.]+) us \| ([\d.]+) TB/s \| (\d+) TFLOP/s \| (?:([\d.]+) us|-) \| ([\d.]+|-) \|$"
+    line = r"^\| (\w+ \w+ B=[^|]+) \| ([\d.]+) us \| (?:([\d.]+) TB/s|-) \| (\d+) TFLOP/s \| (?:([\d.]+) us|-) \| ([\d.]+|-) \|$"
     quoted = re.findall(line, README.read_text(), re.MULTILINE)
     assert len(quoted) == len(rows)
     for case, microseconds, rate, products, peer, share in quoted:
         row = rows[case]
         assert float(microseconds) == row["microseconds"], case
-        assert float(rate) == round(row["terabytes_per_second"], 2), case
+        assert float(rate or 0) == round(row["terabytes_per_second"], 2), case
         assert float(products) == round(row["teraflops"]), case
         assert (float(peer) if peer else None) == row["peer_microseconds"], case
         assert (None if share == "-" else float(share)) == (row["share_of_peer_speed"] and round(row["share_of_peer_speed"], 2)), (
             case
         )
+
+
+def test_profile_table_quotes_the_committed_measurement() -> None:
+    results = json.loads((ROOT / "benchmarks" / "h200_profile.json").read_text())
+    line = (
+        r"^\| (\w+ \w+ B=[^|]+) \| (?:(\d+) %|-) \| (\d+) % \| (\d+) % \| (\d+) % \| (\d+) % \| ([\d.]+) of ([\d.]+) \| (\d+) \|$"
+    )
+    quoted = {case: numbers for case, *numbers in re.findall(line, README.read_text(), re.MULTILINE)}
+    assert quoted.keys() == {row["case"] for row in results["profile"]["rows"]}
+    names = ("tensor_pipe", "l1", "l2", "dram", "issue_slots")
+    for row in results["profile"]["rows"]:
+        *shares, eligible, warps, registers = quoted[row["case"]]
+        assert [share and int(share) for share in shares] == [round(row[f"{name}_percent"] or 0) or "" for name in names]
+        assert float(eligible) == row["eligible_warps_per_scheduler"] and float(warps) == round(row["warps_per_scheduler"], 1)
+        assert int(registers) == row["registers_per_thread"]
+    assert all(row["errors"] == 0 for row in results["sanitizer"]["rows"])
+
+
+def test_reading_ratios_are_the_committed_ones() -> None:
+    results = json.loads((ROOT / "benchmarks" / "h200_reads.json").read_text())
+    ratios = [row["ratio"] for row in results["topk"]["rows"]]
+    assert "costs {}, {} and {} times `lax.top_k`".format(*ratios) in README.read_text()
+    times: dict[str, list[float]] = {}
+    for row in results["read_pool_sizes"]["rows"]:
+        times.setdefault(row["case"], []).append(row["microseconds"])
+    quoted = re.search(r"differs by at most (\d+) % between a pool", README.read_text())
+    assert quoted is not None
+    worst = max(max(pair) / min(pair) - 1 for pair in times.values())
+    assert int(quoted[1]) - 1 < 100 * worst <= int(quoted[1])
 
 
 def test_accuracy_table_quotes_the_committed_measurement() -> None:
