@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from mla_jax import rows
+from mla_jax import checks, rows
 from mla_jax.config import CacheConfig
 from mla_jax.geometry import IndexerGeometry, MLAGeometry
 
@@ -57,8 +57,7 @@ def init_cache(config: CacheConfig) -> PagedMLACache:
         >>> mla.init_cache(config).kv.nbytes  # 12 slots of 1152 bytes
         13824
     """
-    if not isinstance(config, CacheConfig):
-        raise TypeError(f"init_cache: config must be a CacheConfig, got {type(config).__name__}")
+    checks.instance("init_cache", "config", config, CacheConfig)
     kv = jnp.zeros(config.kv_shape, config.layout.word_dtype)
     index_layout, index_shape = config.index_layout, config.index_shape
     index = None
@@ -69,8 +68,7 @@ def init_cache(config: CacheConfig) -> PagedMLACache:
 
 def check_cache(op: str, cache: PagedMLACache) -> None:
     """Raises unless the pools are those that ``cache.config`` describes: a reader of another layout stops here."""
-    if not isinstance(cache, PagedMLACache):
-        raise TypeError(f"{op}: cache must be a PagedMLACache, got {type(cache).__name__}")
+    checks.instance(op, "cache", cache, PagedMLACache)
     config = cache.config
     expected: list[tuple[str, Any, tuple[int, ...] | None, Any]] = [("kv", cache.kv, config.kv_shape, config.layout.word_dtype)]
     index_layout = config.index_layout
@@ -116,8 +114,7 @@ def convert(cache: PagedMLACache, config: CacheConfig) -> PagedMLACache:
     """
     check_cache("convert", cache)
     old = cache.config
-    if not isinstance(config, CacheConfig):
-        raise TypeError(f"convert: config must be a CacheConfig, got {type(config).__name__}")
+    checks.instance("convert", "config", config, CacheConfig)
     for name in ("num_layers", "num_pages", "page_size", "use_nsa", "num_index_layers", "geometry"):
         if getattr(old, name) != getattr(config, name):
             raise ValueError(f"convert: {name} must stay {getattr(old, name)!r}, got {getattr(config, name)!r}")

@@ -78,6 +78,43 @@ def static_int(op: str, name: str, value: int, minimum: int) -> int:
     return int(value)
 
 
+def float_dtype(op: str, name: str, value: Any, default: Any) -> np.dtype:
+    """The dtype that ``value`` names, ``default`` for None.
+
+    Raises:
+        ValueError: for anything but float32, bfloat16 or float16.
+    """
+    try:
+        dtype = jnp.dtype(default if value is None else value)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{op}: {name} must be None, float32, bfloat16 or float16, got {value!r}")
+    return dtype
+
+
+def instance(op: str, name: str, value: Any, expected: type) -> None:
+    """Returns if ``value`` is an ``expected``.
+
+    Raises:
+        TypeError: otherwise.
+    """
+    if not isinstance(value, expected):
+        raise TypeError(f"{op}: {name} must be a {expected.__name__}, got {type(value).__name__}")
+
+
+def page_size(op: str, value: int) -> int:
+    """``value`` as an int.
+
+    Raises:
+        ValueError: for anything but a power of two.
+    """
+    size = static_int(op, "page_size", value, 1)
+    if size & (size - 1):
+        raise ValueError(f"{op}: page_size must be a power of two, got {value}")
+    return size
+
+
 def check_shapes(op: str, shapes: dict[str, tuple[int | str, ...]], **arrays: Any) -> dict[str, int]:
     """Checks each array against its expected shape, one letter one size. Returns the sizes bound to letters.
 

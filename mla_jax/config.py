@@ -1,14 +1,15 @@
 """CacheConfig: every static fact of a cache, and the explanation of what it resolves to."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax import devices
+from mla_jax import checks, devices
 from mla_jax.devices import PLATFORMS, Platform
-from mla_jax.geometry import MLAGeometry
+from mla_jax.geometry import GEOMETRIES, MLAGeometry
 from mla_jax.layout import PLAIN_DTYPES, SCALE_MODES, CacheLayout, IndexLayout, ScaleMode, WritePath
 from mla_jax.quantize import FP8_DTYPES
 
@@ -82,7 +83,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.geometry, MLAGeometry):
-            raise ValueError(f"CacheConfig: geometry must be an MLAGeometry, got {self.geometry!r}")
+            hint = f"; mla_jax.GEOMETRIES[{self.geometry!r}] is one" if str(self.geometry) in GEOMETRIES else ""
+            raise ValueError(f"CacheConfig: geometry must be an MLAGeometry, got {self.geometry!r}{hint}")
         for name, minimum in (("num_layers", 1), ("num_pages", 2), ("page_size", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
@@ -215,7 +217,8 @@ def pages_that_fit(config: CacheConfig, nbytes: int) -> int:
         Pages. Below 2 it is no valid ``num_pages`` (the null page needs another beside it). Slots stay within int32.
 
     Raises:
-        ValueError: for a negative number of bytes.
+        ValueError: for anything but a finite number >= 0 of bytes.
+        TypeError: for anything but a CacheConfig.
 
     Example:
         >>> import dataclasses, mla_jax as mla
@@ -225,6 +228,7 @@ def pages_that_fit(config: CacheConfig, nbytes: int) -> int:
         >>> dataclasses.replace(config, num_pages=mla.pages_that_fit(config, 2**30)).capacity
         932064
     """
-    if nbytes < 0:
-        raise ValueError(f"pages_that_fit: nbytes must be >= 0, got {nbytes}")
+    checks.instance("pages_that_fit", "config", config, CacheConfig)
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int | float | np.number) or not 0 <= nbytes < math.inf:
+        raise ValueError(f"pages_that_fit: nbytes must be a number >= 0, got {nbytes!r}")
     return min(int(nbytes) // (config.bytes_per_token * config.page_size), (2**31 - 1) // config.page_size)

@@ -16,6 +16,16 @@ def _order(target: Target) -> tuple[Implementation, ...]:
     return ("mosaic_gpu", "pallas", "xla") if target.is_gpu else ("xla", "pallas", "mosaic_gpu")
 
 
+def check_implementation(op: str, implementation: str | None) -> None:
+    """Returns if ``implementation`` is None or a name that some operation may have.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{op}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+
+
 def dispatch(
     op: str,
     implementation: str | None,
@@ -35,8 +45,7 @@ def dispatch(
         NotImplementedError: if the named implementation cannot.
         ExceptionGroup: of every reason, if None was asked and none can.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"{op}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    check_implementation(op, implementation)
 
     def attempt(name: Any) -> Result:
         if name not in choices:

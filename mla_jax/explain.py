@@ -1,5 +1,6 @@
 """A config in words: the write path, why it and not another, what carries it out, and what a token costs."""
 
+from mla_jax import checks
 from mla_jax.config import CacheConfig
 from mla_jax.kernels import backend
 from mla_jax.layout import WritePath
@@ -28,6 +29,9 @@ def explain(config: CacheConfig) -> str:
     Returns:
         Lines of text, ending without a newline. Sizes are bytes; GiB are 2^30 of them.
 
+    Raises:
+        TypeError: for anything but a CacheConfig.
+
     Example:
         >>> import mla_jax as mla
         >>> config = mla.CacheConfig(geometry=mla.GEOMETRIES["glm-5"], num_layers=1, num_pages=3, page_size=4, platform="cpu")
@@ -39,10 +43,11 @@ def explain(config: CacheConfig) -> str:
         carried out   by XLA; the Pallas kernels are interpreted when named
         platform      cpu: its e4m3 is float8_e4m3fn
         layout        plain_bfloat16, 1152 bytes a row: [0, 1024) latent bfloat16, [1024, 1152) rope bfloat16
-        per token     1,152 bytes over 1 layers
+        per token     1,152 bytes over 1 layer
         tokens/GiB    932,067
         capacity      12 slots in 3 pages of 4, 0.000 GiB
     """
+    checks.instance("explain", "config", config, CacheConfig)
     layout, index = config.layout, config.index_layout
     fields = ", ".join(f"[{f.start}, {f.stop}) {f.name} {f.dtype}" for f in layout.byte_map)
     lines = [
@@ -61,14 +66,18 @@ def explain(config: CacheConfig) -> str:
     ]
     if index is not None:
         keys = "float32" if index.dialect is None else f"{index.dialect} with {index.scale_mode} scales"
-        lines.append(f"index keys    {index.token_bytes} bytes a token in {config.num_index_layers} layers: {keys}")
+        lines.append(f"index keys    {index.token_bytes} bytes a token in {_count(config.num_index_layers or 0, 'layer')}: {keys}")
     lines += [
-        f"per token     {config.bytes_per_token:,} bytes over {config.num_layers} layers",
+        f"per token     {config.bytes_per_token:,} bytes over {_count(config.num_layers, 'layer')}",
         f"tokens/GiB    {2**30 // config.bytes_per_token:,}",
         f"capacity      {config.capacity:,} slots in {config.num_pages:,} pages of {config.page_size}, "
         f"{config.capacity * config.bytes_per_token / 2**30:.3f} GiB",
     ]
     return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
 
 
 def _carried_out(platform: str | None) -> str:

@@ -25,7 +25,7 @@ A float32 cache keeps float32 keys, S*d numbers a page.
 
 import dataclasses
 import enum
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -226,7 +226,8 @@ class IndexLayout:
         scale_mode: how scales are chosen; None for float32 keys.
 
     Raises:
-        ValueError: if one of dialect and scale_mode is None and the other is not.
+        ValueError: for sizes below 1, a page_size that is no power of two, an unknown dialect or scale_mode, or one of these two
+            without the other.
 
     SGLang 0.5.23 ``index_k_with_scale_buffer``.
 
@@ -245,8 +246,15 @@ class IndexLayout:
     scale_mode: ScaleMode | None
 
     def __post_init__(self) -> None:
+        if self.head_dim < 1 or self.page_size < 1 or self.page_size & (self.page_size - 1):
+            raise ValueError(
+                f"IndexLayout: head_dim must be >= 1 and page_size a power of two, got {self.head_dim} and {self.page_size}"
+            )
         if (self.dialect is None) != (self.scale_mode is None):
             raise ValueError(f"IndexLayout: dialect and scale_mode go together, got {self.dialect!r}, {self.scale_mode!r}")
+        for name, allowed in (("dialect", get_args(Dialect)), ("scale_mode", SCALE_MODES)):
+            if getattr(self, name) not in (None, *allowed):
+                raise ValueError(f"IndexLayout: {name} must be one of {allowed} or None, got {getattr(self, name)!r}")
 
     @property
     def groups(self) -> int:

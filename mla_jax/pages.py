@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mla_jax import checks
 from mla_jax.config import CacheConfig
 
 Int32Array = NDArray[np.int32]
@@ -74,8 +75,7 @@ class PageAllocator:
     """
 
     def __init__(self, config: CacheConfig) -> None:
-        if not isinstance(config, CacheConfig):
-            raise TypeError(f"PageAllocator: config must be a CacheConfig, got {type(config).__name__}")
+        checks.instance("PageAllocator", "config", config, CacheConfig)
         self._page_size = config.page_size
         self._num_pages = config.num_pages
         self._free = list(range(config.num_pages - 1, 0, -1))

@@ -72,9 +72,7 @@ def positions_to_slots(
         [[28, 9, -1, -1]]
     """
     op = "positions_to_slots"
-    size = checks.static_int(op, "page_size", page_size, 1)
-    if size & (size - 1):
-        raise ValueError(f"{op}: page_size must be a power of two, got {page_size}")
+    size = checks.page_size(op, page_size)
     places, tables = checks.integers(op, "positions", positions, 2), checks.integers(op, "block_tables", block_tables, 2)
     checks.check_shapes(op, {"positions": ("T", "K"), "block_tables": ("T", "M")}, positions=places, block_tables=tables)
     limit = 2**31 // size

@@ -99,7 +99,7 @@ def queries(
         factor=factor if scale is None else factor * scale,
         k_scale=scale,
         sinks=rest[0].astype(jnp.float32) if rest else None,
-        dtype=_out_dtype(op, out_dtype, latent.dtype),
+        dtype=checks.float_dtype(op, "out_dtype", out_dtype, latent.dtype),
         precision=jax.lax.Precision.HIGHEST if is_f32 else None,
         coded=_coded(op, compute, layout),
     )
@@ -139,10 +139,3 @@ def _softmax_scale(op: str, softmax_scale: Any, cache: PagedMLACache) -> Float[A
     ):
         raise ValueError(f"{op}: softmax_scale must be finite and positive, got {softmax_scale!r}")
     return jnp.asarray(softmax_scale, jnp.float32)
-
-
-def _out_dtype(op: str, out_dtype: Any, query_dtype: np.dtype) -> np.dtype:
-    dtype = jnp.dtype(query_dtype if out_dtype is None else out_dtype)
-    if dtype not in checks.FLOAT_DTYPES:
-        raise ValueError(f"{op}: out_dtype must be None, float32, bfloat16 or float16, got {out_dtype!r}")
-    return dtype

@@ -45,10 +45,11 @@ def read_kv(
         ((3, 512), (3, 64), [1.0, 0.0, 0.0])
     """
     check_cache("read_kv", cache)
+    result = checks.float_dtype("read_kv", "dtype", dtype, jnp.float32)
     scale = checks.k_scale_array("read_kv", k_scale, cache.config.layout)
     words, valid = _gather("read_kv", cache, layer, slots)
     parts = rows.decode_rows(cache.config.layout, words, scale)
-    c_kv, k_rope = (jnp.where(valid[:, None], part, np.float32(0)).astype(jnp.dtype(dtype)) for part in parts)
+    c_kv, k_rope = (jnp.where(valid[:, None], part, np.float32(0)).astype(result) for part in parts)
     return c_kv, k_rope
 
 
@@ -107,6 +108,7 @@ def read_index_k(
         ((2, 128), [1.0, 0.0])
     """
     check_cache("read_index_k", cache)
+    result = checks.float_dtype("read_index_k", "dtype", dtype, jnp.float32)
     layout, num_layers = index_facts("read_index_k", cache)
     index = checks.layer_index("read_index_k", layer, num_layers)
     places = checks.integers("read_index_k", "slots", slots, 1)
@@ -122,7 +124,7 @@ def read_index_k(
         # A token's keys followed by its scales are a page of one token.
         one = rows.IndexLayout(head_dim=layout.head_dim, page_size=1, dialect=layout.dialect, scale_mode=layout.scale_mode)
         keys = rows.decode_index_pages(one, token)[:, 0]
-    return jnp.where(valid[:, None], keys, np.float32(0)).astype(jnp.dtype(dtype))
+    return jnp.where(valid[:, None], keys, np.float32(0)).astype(result)
 
 
 def _safe_places(

@@ -43,6 +43,7 @@ def straight_through(
         [1.0, 1.0]
     """
     op = "straight_through"
+    checks.instance(op, "layout", layout, CacheLayout)
     lead = tuple(np.shape(c_kv)[:-1])
     shapes: dict[str, tuple[int | str, ...]] = {"c_kv": (*lead, layout.kv_lora_rank), "k_rope": (*lead, layout.qk_rope_head_dim)}
     arrays = checks.floats(op, shapes, c_kv=c_kv, k_rope=k_rope)
@@ -70,6 +71,7 @@ def straight_through_index(k: Float[ArrayIn, "*lead d"], layout: IndexLayout) ->
         >>> jax.jit(lambda k: mla.straight_through_index(k, layout))(jnp.array([1.03, 448.0])).tolist()
         [1.0, 448.0]
     """
+    checks.instance("straight_through_index", "layout", layout, IndexLayout)
     (keys,) = checks.floats("straight_through_index", {"k": (*np.shape(k)[:-1], layout.head_dim)}, k=k)
     return _with_identity_gradient(lambda k: (_stored_keys(k, layout),), keys)[0]
 

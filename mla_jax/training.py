@@ -73,7 +73,7 @@ def attention(
     S, R = keys.shape[1], np.shape(c_kv)[-1]
     visible, segments = _visibility(op, (B, T, S), causal, lengths, segment_ids)
     q, keys = _without_unseen(q, keys, visible)
-    dtype = _out_dtype(op, out_dtype, q_latent)
+    dtype = checks.float_dtype(op, "out_dtype", out_dtype, q_latent.dtype)
 
     def chunk(q: Array, visible: Array, segments: Array | None) -> tuple[Array, Array]:
         logits = jnp.einsum("bthw,bsw->bths", q, keys, precision=precision)
@@ -130,7 +130,7 @@ def sparse_attention(
     op = "sparse_attention"
     q, keys, precision = _queries_and_keys(op, q_latent, q_rope, c_kv, k_rope, softmax_scale)
     places, valid = _places(op, positions, (q.shape[0], q.shape[1], keys.shape[1]))
-    R, dtype = np.shape(c_kv)[-1], _out_dtype(op, out_dtype, q_latent)
+    R, dtype = np.shape(c_kv)[-1], checks.float_dtype(op, "out_dtype", out_dtype, q_latent.dtype)
 
     is_gathered, floats_a_query = _form_of_listed(q, keys, places)
     if not is_gathered:
@@ -364,13 +364,6 @@ def _queries_and_keys(
 
 def _precision(*arrays: Array) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if any(a.dtype == jnp.float32 for a in arrays) else None
-
-
-def _out_dtype(op: str, out_dtype: Any, q_latent: Any) -> np.dtype:
-    dtype = jnp.dtype(q_latent.dtype if out_dtype is None else out_dtype)
-    if dtype not in checks.FLOAT_DTYPES:
-        raise ValueError(f"{op}: out_dtype must be None, float32, bfloat16 or float16, got {out_dtype!r}")
-    return dtype
 
 
 def _visibility(

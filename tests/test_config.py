@@ -326,8 +326,36 @@ def test_pages_that_fit_counts_down_to_none():
     got = config("raw_e4m3fn", page_size=64)
     page = 64 * got.bytes_per_token
     assert [mla.pages_that_fit(got, nbytes) for nbytes in (0, page - 1, page, 2 * page)] == [0, 0, 1, 2]
-    with pytest.raises(ValueError, match="nbytes"):
-        mla.pages_that_fit(got, -1)
+    for bad in (-1, "1", None, True, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"nbytes must be a number >= 0, got {bad!r}"):
+            mla.pages_that_fit(got, bad)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        mla.explain,
+        mla.init_cache,
+        mla.PageAllocator,
+        lambda x: mla.pages_that_fit(x, 1),
+        lambda x: mla.convert(mla.init_cache(make(num_layers=1)), x),
+        lambda x: mla.straight_through(np.ones((2, 512), np.float32), np.ones((2, 64), np.float32), x),
+        lambda x: mla.straight_through_index(np.ones((2, 128), np.float32), x),
+        lambda x: mla.raw_rows(x, 0, np.zeros(1, np.int32)),
+        lambda x: mla.read_kv(x, 0, np.zeros(1, np.int32)),
+    ],
+)
+def test_what_is_no_config_layout_or_cache_is_said(call):
+    for bad in (3, None, mla.GEOMETRIES["glm-5"]):
+        with pytest.raises(TypeError, match=rf"\w+: (config|layout|cache) must be a \w+, got {type(bad).__name__}"):
+            call(bad)
+
+
+def test_a_presets_name_in_place_of_its_geometry_gets_a_hint():
+    with pytest.raises(ValueError, match=r"must be an MLAGeometry, got 'glm-5'; mla_jax.GEOMETRIES\['glm-5'\] is one"):
+        make(geometry="glm-5")
+    with pytest.raises(ValueError, match=r"must be an MLAGeometry, got 'gpt-2'$"):
+        make(geometry="gpt-2")
 
 
 # ---- explain ---------------------------------------------------------------------------------------------------------

@@ -254,6 +254,14 @@ def test_nothing_to_do(tiny):
         ([[1]], {"top_p": 0.0}, ValueError, "top_p must be above 0 and at most 1, got 0.0"),
         ([[1]], {"top_p": 1.5}, ValueError, r"top_p .* got 1\.5"),
         ([[1]], {"top_p": float("nan")}, ValueError, "top_p"),
+        *(
+            ([[1]], {"page_size": size}, ValueError, f"generate: page_size must be .* got {size!r}")
+            for size in (0, 3, -4, True, "4")
+        ),
+        # Nothing to do is no reason to overlook a mistake.
+        ([], {"page_size": 3}, ValueError, "power of two"),
+        ([], {"implementation": "triton"}, ValueError, "generate: implementation must be None or one of"),
+        ([], {"kv_cache_dtype": "fp4"}, ValueError, "kv_cache_dtype must be one of"),
     ],
 )
 def test_wrong_requests_are_refused(tiny, prompts, options, error, message):

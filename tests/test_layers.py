@@ -278,6 +278,11 @@ def test_an_indexer_needs_its_geometry_and_a_query_latent():
         nnx.eval_shape(lambda: layers.MLAttention(64, geometry, kind="full", rngs=nnx.Rngs(0)))
 
 
+def test_an_unknown_kind_of_attention_is_refused():
+    with pytest.raises(ValueError, match=r"kind must be one of \('dense', 'full', 'shared'\), got 'sparse'"):
+        nnx.eval_shape(lambda: layers.MLAttention(64, mla.GEOMETRIES["glm-5"], kind="sparse", rngs=nnx.Rngs(0)))  # pyright: ignore[reportArgumentType]
+
+
 def test_modules_of_layers_are_pytrees():
     model, _ = reference("glm_moe_dsa")
     assert isinstance(model, models.CausalLM)

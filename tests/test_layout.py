@@ -237,6 +237,21 @@ def test_index_word_never_straddles_two_keys(head_dim, page_size):
     assert all(field.start % size == 0 and field.stop % size == 0 for field in layout.byte_map)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 0}, "head_dim must be >= 1 and page_size a power of two, got 0 and 16"),
+        ({"page_size": 3}, "got 128 and 3"),
+        ({"page_size": 0}, "got 128 and 0"),
+        ({"dialect": "e4m3"}, "dialect must be one of .* got 'e4m3'"),
+        ({"scale_mode": "amax"}, "scale_mode must be one of .* got 'amax'"),
+    ],
+)
+def test_impossible_index_pages_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        IndexLayout(**{"head_dim": 128, "page_size": 16, "dialect": "e4m3fn", "scale_mode": "pow2", **changes})
+
+
 def test_index_dialect_and_scale_mode_go_together():
     with pytest.raises(ValueError, match="go together"):
         IndexLayout(head_dim=128, page_size=16, dialect="e4m3fn", scale_mode=None)

@@ -403,6 +403,19 @@ def test_forward_wants_a_table_of_ids(tokens, error):
         models.forward(reference("glm_moe_dsa")[0], tokens)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"page_size": size}, f"forward: page_size must be .* got {size!r}") for size in (0, 3, -4, True, "4")),
+        ({"implementation": "triton"}, "forward: implementation must be None or one of .* got 'triton'"),
+    ],
+)
+def test_forward_refuses_wrong_options(options, message):
+    for tokens in (np.ones((1, 1), np.int32), np.zeros((2, 0), np.int32)):
+        with pytest.raises(ValueError, match=message):
+            models.forward(reference("glm_moe_dsa")[0], tokens, **options)
+
+
 def test_forward_of_nothing():
     assert models.forward(reference("glm_moe_dsa")[0], np.zeros((2, 0), np.int32)).shape == (2, 0, 256)
 

@@ -90,6 +90,13 @@ def test_raw_rows_are_the_stored_bytes(layout, rng):
     np.testing.assert_array_equal(rows, at_slots(noise[1]))
 
 
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn, "text"])
+def test_rows_come_back_as_floats_alone(dtype):
+    cache = mla.init_cache(sized("raw_e4m3fn", R=64, P=16))
+    with pytest.raises(ValueError, match="read_kv: dtype must be None, float32, bfloat16 or float16, got"):
+        mla.read_kv(cache, 0, SLOTS, dtype=dtype)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, "bfloat16", np.float32])
 def test_rows_are_returned_in_the_dtype_asked_for(dtype, rng):
     cache = full_cache(sized("raw_e4m3fn", R=64, P=16), rng)

@@ -61,6 +61,6 @@ def run(args: argparse.Namespace) -> int:
         target = devices.target_of_device(device)
         table.add_row(str(device.id), device.device_kind, target.backend, target.arch or "-")
     console.print(table)
-    console.print(f"[bold]{args.preset}[/bold], {layers} layers, {args.gib:g} GiB", highlight=False)
+    console.print(f"[bold]{args.preset}[/bold], {layers} layer{'s' * (layers != 1)}, {args.gib:g} GiB", highlight=False)
     console.print(explain(config), highlight=False, markup=False, soft_wrap=True)
     return 0

@@ -1,6 +1,6 @@
 """MLAttention: multi-head latent attention in absorbed form over the paged cache, dense or sparse."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ class MLAttention(nnx.Module):
         rngs: source of the initial weights.
 
     Raises:
-        ValueError: for kind "full" without ``geometry.indexer`` or ``geometry.q_lora_rank``.
+        ValueError: for an unknown kind, and for kind "full" without ``geometry.indexer`` or ``geometry.q_lora_rank``.
 
     Example:
         >>> import jax, jax.numpy as jnp, mla_jax as mla
@@ -75,6 +75,8 @@ class MLAttention(nnx.Module):
         dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
+        if kind not in get_args(AttentionKind):
+            raise ValueError(f"MLAttention: kind must be one of {get_args(AttentionKind)}, got {kind!r}")
         heads, R, Q = geometry.num_heads, geometry.kv_lora_rank, geometry.q_lora_rank
         N, P, V = geometry.qk_nope_head_dim, geometry.qk_rope_head_dim, geometry.v_head_dim
         if Q is None:

@@ -12,6 +12,7 @@ from mla_jax.arrays import ArrayIn
 from mla_jax.cache import init_cache
 from mla_jax.config import CacheConfig
 from mla_jax.devices import Platform
+from mla_jax.dispatch import check_implementation
 from mla_jax.layout import ScaleMode
 from mla_jax.models.model import CausalLM
 
@@ -43,7 +44,8 @@ def forward(
         float32 [B, T, V] logits, natural log.
 
     Raises:
-        ValueError: for tokens that are not [B, T], or (where they are known) not in the vocabulary.
+        ValueError: for tokens that are not [B, T], or (where they are known) not in the vocabulary, a page_size that is no power of
+            two, or an unknown implementation.
         TypeError: for tokens that are no integers.
 
     Example:
@@ -54,6 +56,8 @@ def forward(
         >>> jax.eval_shape(forward, model, jnp.array([[72, 105]])).shape
         (1, 2, 256)
     """
+    page_size = checks.page_size("forward", page_size)
+    check_implementation("forward", implementation)
     if not isinstance(tokens, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
         check_ids("forward", np.asarray(tokens), model.spec.vocab_size)
     tokens = checks.integers("forward", "tokens", tokens, 2)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from mla_jax import Allocation, PageAllocator
+from mla_jax import Allocation, PageAllocator, checks
 from mla_jax.cache import PagedMLACache, init_cache
 from mla_jax.devices import Platform
+from mla_jax.dispatch import check_implementation
 from mla_jax.layout import ScaleMode
 from mla_jax.models.forward import check_ids
 from mla_jax.models.model import CausalLM
@@ -64,7 +65,8 @@ def generate(
 
     Raises:
         ValueError: for an empty prompt, ids outside the vocabulary, a negative max_new_tokens or temperature, a temperature above
-            0 without a key, a top_p outside (0, 1], a chunk_size below 1.
+            0 without a key, a top_p outside (0, 1], a chunk_size below 1, a page_size that is no power of two, an unknown
+            implementation.
         TypeError: for prompts that are no lists of integers.
 
     Example:
@@ -84,12 +86,12 @@ def generate(
         raise ValueError(f"generate: temperature must be finite and >= 0, got {temperature!r}")
     if temperature > 0 and key is None:
         raise ValueError(f"generate: temperature={temperature!r} draws at random and needs key=jax.random.key(...)")
+    page_size = checks.page_size("generate", page_size)
+    check_implementation("generate", implementation)
     if not 0 < top_p <= 1:
         raise ValueError(f"generate: top_p must be above 0 and at most 1, got {top_p!r}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"generate: chunk_size must be None or >= 1, got {chunk_size!r}")
-    if not rows or max_new_tokens == 0:
-        return [[] for _ in rows]
     # The last id is returned but never fed back, so it takes no place in the cache.
     sizes = [len(row) + max_new_tokens - 1 for row in rows]
     config = model.cache_config(
@@ -100,6 +102,8 @@ def generate(
         scale_mode=scale_mode,
         nsa_kv_cache_store_fp8=nsa_kv_cache_store_fp8,
     )
+    if not rows or max_new_tokens == 0:
+        return [[] for _ in rows]
     allocator = PageAllocator(config)
     pages = [allocator.allocate(size) for size in sizes]
     tables = allocator.block_tables(pages, _round_up(max(len(own.pages) for own in pages), 1))
