@@ -49,12 +49,12 @@ class MLAGeometry:
     """Dimensions of one MLA block (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     Attributes:
-        num_heads: H.
+        num_heads: H, the attention heads that share one latent.
         q_lora_rank: width of the query's low-rank bottleneck, None where the model has none.
         kv_lora_rank: R, the latent stored in the cache.
         qk_nope_head_dim: N, the part of each query and key head without position.
         qk_rope_head_dim: P, the rotated part, shared by all heads in the cache; 0 in models without rope.
-        v_head_dim: V.
+        v_head_dim: V, the width of each head's value.
         softmax_scale: multiplies the logits; (N + P)^-0.5 times the square of yarn's amplitude, never (R + P)^-0.5.
         indexer: the sparse-attention indexer, or None.
 

@@ -38,7 +38,7 @@ def main() -> None:
     arrow(axes, (1.3, 1.9), (2, 1.45))
     axes.text(1.65, 2.95, "project, norm", ha="center", fontsize=8)
     axes.text(1.65, 0.8, "project, rotate", ha="center", fontsize=8)
-    box(axes, 4.6, 1.6, 1.7, 0.8, f"{config.write_path.name}:\none kernel\nencodes, stores", OTHER, INK)
+    box(axes, 4.6, 1.55, 1.9, 0.9, f"{config.write_path.name}:\none kernel\nencodes, stores", OTHER, INK)
     arrow(axes, (3.9, 2.5), (4.6, 2.15))
     arrow(axes, (3.9, 1.45), (4.6, 1.85))
     columns, rows, slot = config.num_pages, config.page_size, 8
@@ -53,17 +53,14 @@ def main() -> None:
             else:
                 box(axes, x, y, 0.85, 0.38, str(page * rows + offset), colour, INK)
         axes.text(7.1 + page * 0.95 + 0.42, 0.98, "null page" if page == 0 else f"page {page}", ha="center", fontsize=8)
-    arrow(axes, (5.45, 2.4), (7.1 + 2 * 0.95 + 0.42, 2.98), bend=-0.3)
-    axes.text(
-        9.0,
-        0.75,
-        f"slot {slot} = page {slot // rows} x {rows} + offset {slot % rows}: {layout.row_bytes} bytes",
-        ha="center",
-        fontsize=9,
+    arrow(axes, (5.55, 2.45), (7.1 + 2 * 0.95 + 0.42, 2.98), bend=-0.3)
+    middle = 7.1 + 0.5 * ((columns - 1) * 0.95 + 0.85)
+    captions = (
+        f"slot {slot} = page {slot // rows} x {rows} + offset {slot % rows} (here pages of {rows})",
+        f"one row, {layout.row_bytes} bytes: {layout.kv_lora_rank} + {layout.qk_rope_head_dim} codes of {layout.dialect} (MI300)",
     )
-    axes.text(
-        9.0, 0.15, f"{layout.kv_lora_rank} + {layout.qk_rope_head_dim} codes of {layout.dialect} (MI300)", ha="center", fontsize=9
-    )
+    for line, caption in enumerate(captions):
+        axes.text(middle, 0.48 - 0.36 * line, caption, ha="center", fontsize=9)
     axes.set(xlim=(-0.1, 11.1), ylim=(0.0, 3.75))
     axes.axis("off")
     figure.savefig(OUT, bbox_inches="tight", metadata={"Software": None})

@@ -20,9 +20,19 @@ HELP = "show devices, the FP8 dialect, and the write path and cost that a preset
 def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of CacheConfig."""
     parser.add_argument("--platform", choices=PLATFORMS, help="the chip whose FP8 dialect is stored (default: this device's)")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES)
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=KV_CACHE_DTYPES,
+        help="type of the numbers in a row; auto: fp8_e4m3 with --packed, else bfloat16 (default: auto)",
+    )
     parser.add_argument("--packed", action="store_true", help="packed rows with scales (nsa_kv_cache_store_fp8)")
-    parser.add_argument("--scale-mode", default="pow2", choices=SCALE_MODES)
+    parser.add_argument(
+        "--scale-mode",
+        default="pow2",
+        choices=SCALE_MODES,
+        help="scales of packed rows and FP8 index keys: pow2 as FlashMLA, fp32 as SGLang (default: pow2)",
+    )
     parser.add_argument("--page-size", type=int, default=64, help="tokens a page, a power of two (default: 64)")
 
 
