@@ -5,6 +5,7 @@ Kernels receive references and use ``program_id``, ``when`` and ``span`` from he
 operation takes XLA: scatters with unique indices, attention a chunk at a time.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -126,3 +127,54 @@ def lower(fn: Callable[..., Any], arch: str, *args: Any, donate_argnums: int | S
     with jax.sharding.use_abstract_mesh(abstract_gpu(arch)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Pallas Triton.*", category=DeprecationWarning)
         return jax.jit(fn, donate_argnums=donate_argnums).trace(*args).lower(lowering_platforms=(platform,))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KernelIR:
+    """A kernel in Triton's IR.
+
+    Attributes:
+        module: the MLIR module; its text is ``str(module)``.
+        call: the custom call that holds it, with operands, results and aliases.
+        context: of the module; operations on it happen within.
+    """
+
+    module: Any
+    call: Any
+    context: Any
+
+
+def kernel_ir(lowered: Any) -> KernelIR:
+    """The one kernel of a lowered program, from the custom call that embeds it.
+
+    Raises:
+        ValueError: for a program of no kernel or several.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.triton import dialect
+
+    calls = [
+        op
+        for op in operations(lowered.compiler_ir().operation, "stablehlo.custom_call")
+        if "triton" in str(op.attributes["call_target_name"])
+    ]
+    if len(calls) != 1:
+        raise ValueError(f"expected a program with one Triton kernel, got {len(calls)}")
+    code = ir.StringAttr(ir.DictAttr(calls[0].attributes["mhlo.backend_config"])["ir"]).value_bytes
+    context = ir.Context()
+    with context:
+        dialect.register_dialect(context)
+        context.load_all_available_dialects()
+        return KernelIR(module=ir.Module.parse(code), call=calls[0], context=context)
+
+
+def operations(operation: Any, name: str) -> list[Any]:
+    """The MLIR operations called ``name`` within another, in order, those of nested regions included."""
+    found = []
+    for region in operation.regions:
+        for block in region:
+            for op in block:
+                if op.operation.name == name:
+                    found.append(op.operation)
+                found += operations(op.operation, name)
+    return found

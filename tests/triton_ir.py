@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from mla_jax.kernels import backend
+
 
 @dataclasses.dataclass(frozen=True)
 class Store:
@@ -71,7 +73,7 @@ class TritonKernel:
     def loads(self) -> list[Load]:
         """The loads, whatever control flow they stand in."""
         with self._context:
-            return [self._load(op) for op in _operations(self.module.operation, "tt.load")]
+            return [self._load(op) for op in backend.operations(self.module.operation, "tt.load")]
 
     def _load(self, op: Any) -> Load:
         pointer = op.operands[0].owner
@@ -89,39 +91,21 @@ class TritonKernel:
         """
         with self._context:
             addresses = _Addresses(layer, slot)
-            return [addresses.store(op) for op in _operations(self.module.operation, "tt.store")]
+            return [addresses.store(op) for op in backend.operations(self.module.operation, "tt.store")]
 
 
 def triton_kernel(lowered: Any) -> TritonKernel:
-    """The kernel that a lowering embeds. Both jax lines keep it as MLIR bytecode in the custom call's configuration."""
+    """The kernel that a lowering embeds."""
     from jaxlib.mlir import ir
-    from jaxlib.triton import dialect
 
-    calls = [
-        op
-        for op in _operations(lowered.compiler_ir().operation, "stablehlo.custom_call")
-        if "triton" in str(op.attributes["call_target_name"])
-    ]
-    assert len(calls) == 1, f"expected one Triton custom call, got {len(calls)}"
-    code = ir.StringAttr(ir.DictAttr(calls[0].attributes["mhlo.backend_config"])["ir"]).value_bytes
-    aliases = str(calls[0].attributes["output_operand_aliases"])
-    arguments = [tuple(ir.RankedTensorType(value.type).shape) for value in (*calls[0].operands, *calls[0].results)]
-    context = ir.Context()
-    with context:
-        dialect.register_dialect(context)
-        context.load_all_available_dialects()
-        return TritonKernel(module=ir.Module.parse(code), aliases=aliases, arguments=arguments, _context=context)
-
-
-def _operations(operation: Any, name: str) -> list[Any]:
-    found = []
-    for region in operation.regions:
-        for block in region:
-            for op in block:
-                if op.operation.name == name:
-                    found.append(op.operation)
-                found += _operations(op.operation, name)
-    return found
+    kernel = backend.kernel_ir(lowered)
+    values = (*kernel.call.operands, *kernel.call.results)
+    return TritonKernel(
+        module=kernel.module,
+        aliases=str(kernel.call.attributes["output_operand_aliases"]),
+        arguments=[tuple(ir.RankedTensorType(value.type).shape) for value in values],
+        _context=kernel.context,
+    )
 
 
 def _element(mlir_type: Any) -> str:
