@@ -74,6 +74,9 @@ def test_profile_table_quotes_the_committed_measurement() -> None:
         assert float(eligible) == row["eligible_warps_per_scheduler"] and float(warps) == round(row["warps_per_scheduler"], 1)
         assert int(registers) == row["registers_per_thread"]
     assert all(row["errors"] == 0 for row in results["sanitizer"]["rows"])
+    assert results["sanitizer"]["rows"]
+    for row in results["tried"]["rows"]:
+        assert f"{row['microseconds']:.0f} us" in README.read_text(), row
 
 
 def test_reading_ratios_are_the_committed_ones() -> None:
