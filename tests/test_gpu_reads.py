@@ -1,6 +1,7 @@
 """The reading kernels on a GPU: against the float64 oracle on fresh numbers, bit by bit, and in pools of many GiB.
 
-Run with ``pytest -m gpu``; ``-k sanitizer`` selects a sweep small enough for compute-sanitizer.
+Run with ``pytest -m gpu -n 0``; pools of many GiB want up to 45 GiB a process. ``-k sanitizer`` selects a sweep small enough for
+compute-sanitizer, with ``XLA_FLAGS=--xla_gpu_enable_command_buffer=`` and one test a process.
 """
 
 import dataclasses

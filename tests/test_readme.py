@@ -3,9 +3,14 @@
 import json
 import pathlib
 import re
+import shlex
+import tomllib
 from typing import Any
 
 import pytest
+
+from mla_jax import cli
+from mla_jax.cli import bench
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -24,6 +29,49 @@ def blocks(language: str) -> list[str]:
 )
 def test_python_blocks_run(number: int) -> None:
     exec(compile(blocks("python")[number], f"README block {number}", "exec"), {})
+
+
+def commands() -> dict[str, str]:
+    """Every ``mla-jax`` command line of the README, the documentation and the notebooks, with the file that has it."""
+    pages = (
+        [README, ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")] if README.exists() else []
+    )
+    found = {}
+    for page in filter(pathlib.Path.exists, pages):
+        text = page.read_text()
+        spans = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^[^`\n]*\.venv/bin/[^`\n]+", text, re.MULTILINE)
+        for span in spans:
+            for line in re.findall(r"(?:^|/| )mla-jax ([a-z][^#&\n]*)", span):
+                found[line.strip()] = page.name
+    return found
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_are_understood(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    for command in cli.COMMANDS:
+        monkeypatch.setattr(command, "run", lambda args, name=command.NAME: ran.append((name, args)) or 0)
+    assert cli.main(shlex.split(line)) == 0
+    ((name, args),) = ran
+    assert name != "bench" or set(args.sections) <= set(bench.SECTIONS)
+
+
+def test_the_example_of_info_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = (line for line in commands() if line.startswith("info --"))
+    assert cli.main(shlex.split(line)) == 0
+    assert "RAW_FUSED" in capsys.readouterr().out
+
+
+def test_what_is_to_be_installed_and_opened_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page in (README, ROOT / "CONTRIBUTING.md"):
+        text = page.read_text()
+        named = re.findall(r"pip install (?:-e )?['\"]?\.\[([\w,]+)\]", " ".join(text.split()))
+        assert named and all(extra in extras for names in named for extra in names.split(",")), page
+        links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+        paths = re.findall(r"`((?:scripts|benchmarks|tests|docs|notebooks|kernels|mla_jax)/[\w./-]+)`", text)
+        missing = [path for path in (*links, *paths) if not (ROOT / path).exists()]
+        assert not missing, f"{page.name} names {missing}"
 
 
 def test_speed_table_quotes_the_committed_measurement() -> None:
