@@ -235,6 +235,7 @@ def load_tile(pool_ref: Any, place: Place, fmt: RowFormat, *, native: bool, inte
     if fmt.scales is None:
         latent, rope = ([plane for w in part for plane in _arranged(decoded(w), fmt)] for part in (words, rope))
         return Tile(latent, rope, None)
+    planes = [decoded(w) for w in words]
     bits = place.load(pool_ref, fmt.scales, interpret=interpret)
     largest = jnp.max(bits.astype(jnp.int32), axis=1).astype(jnp.uint32)  # positive floats are ordered as their bits
     # Rows that are not read have zeros for scales; below every scale that is written, and its reciprocal is finite.
@@ -243,18 +244,16 @@ def load_tile(pool_ref: Any, place: Place, fmt: RowFormat, *, native: bool, inte
     reciprocal = jax.lax.bitcast_convert_type(np.uint32(0x7F000000) - power, jnp.float32)
     reciprocal = reciprocal * np.float32(code_factor(fmt.dialect, 4, native))
     column = jax.lax.broadcasted_iota(jnp.int32, (1, fmt.scales.width), 1)
-    scales = []
-    for g in range(fmt.scales.words):
-        own = jnp.sum(jnp.where(column == g, bits, np.uint32(0)), axis=1, dtype=jnp.uint32)
-        scales.append((jax.lax.bitcast_convert_type(own, jnp.float32) * reciprocal).astype(fmt.dtype)[:, None])
-    latent = []
-    groups = fmt.scales.words // len(fmt.latent)
     group = jax.lax.broadcasted_iota(jnp.int32, (1, fmt.latent[0].width), 1) >> np.int32((GROUP // 4).bit_length() - 1)
-    for i, w in enumerate(words):
-        scale, *others = scales[groups * i : groups * (i + 1)]
-        for g, own in enumerate(others, 1):
-            scale = jnp.where(group < g, scale, own)
-        latent += _arranged([plane * scale for plane in decoded(w)], fmt)
+    groups = fmt.scales.words // len(fmt.latent)
+    latent = []
+    for i, part in enumerate(planes):
+        scale: Any = None
+        for g in range(groups):
+            own = jnp.sum(jnp.where(column == groups * i + g, bits, np.uint32(0)), axis=1, dtype=jnp.uint32)
+            own = (jax.lax.bitcast_convert_type(own, jnp.float32) * reciprocal).astype(fmt.dtype)[:, None]
+            scale = own if scale is None else jnp.where(group < g, scale, own)
+        latent += _arranged([plane * scale for plane in part], fmt)
     halves = [_bfloat16(w, i).astype(fmt.rope_dtype) for w in rope for i in range(2)]
     return Tile(latent, _arranged(halves, fmt) if halves else [], jax.lax.bitcast_convert_type(power, jnp.float32))
 
