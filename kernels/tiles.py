@@ -120,14 +120,14 @@ def row_format(layout: CacheLayout, *, wide: bool, native: bool, joined: bool, c
     if layout.is_packed:
         if word != 4:
             raise NotImplementedError(f"packed rows with an odd number of rope dims have words of {word} bytes, the kernels read 4")
-        latent = _equal_pieces(R // 4, 4, pieces, GROUP // 4, MIN_WIDTH)
+        latent = _equal_pieces(R // 4, 4, pieces, MIN_WIDTH, unit=GROUP // 4)
         scales = Piece(R // 4, R // GROUP, 1, least=1)
         rope = Piece(R // 4 + R // GROUP, P // 2, 2) if P else None
         dtype, rope_dtype = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)
     else:
         scales = None
         numbers = word if layout.is_raw else 1
-        latent = _equal_pieces(R // numbers, numbers, pieces, MIN_WIDTH, MIN_WIDTH)
+        latent = _equal_pieces(R // numbers, numbers, pieces, MIN_WIDTH)
         rope = Piece(R // numbers, P // numbers, numbers) if P else None
         dtype = rope_dtype = jnp.dtype(jnp.float16) if layout.is_raw else layout.number_dtype
     if wide:
@@ -137,9 +137,11 @@ def row_format(layout: CacheLayout, *, wide: bool, native: bool, joined: bool, c
     return RowFormat(latent, rope, dtype, rope_dtype, scales, layout.dialect, factor, joined)
 
 
-def _equal_pieces(words: int, numbers: int, pieces: int, least_words: int, least: int) -> tuple[Piece, ...]:
-    """``words`` words in as many pieces as are wanted and possible."""
-    while pieces > 1 and (words % pieces or words // pieces < least_words):
+def _equal_pieces(
+    words: int, numbers: int, pieces: int, least_words: int, least: int = MIN_WIDTH, *, unit: int = 1
+) -> tuple[Piece, ...]:
+    """``words`` words in as many pieces as are wanted and possible, each of whole units."""
+    while pieces > 1 and (words % (pieces * unit) or words // pieces < least_words):
         pieces //= 2
     size = words // pieces
     return tuple(Piece(start, size, numbers, least) for start in range(0, words, size))

@@ -180,6 +180,7 @@ def test_f15_other_widths(layout, R, P, rng):
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("packed_pow2", 512, 2, False, 2),
+                ("packed_fp32", 384, 4, True, 1),
                 ("raw_e4m3fnuz", 256, 4, True, 4),
                 ("raw_e5m2", 36, 4, True, 1),
                 ("plain_bfloat16", 256, 4, False, 4),

@@ -4,8 +4,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import FP8
+from helpers import FP8, config
 from mla_jax.kernels import tiles
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["packed_pow2", "raw_e4m3fn", "plain_bfloat16"])
+def test_pieces_are_equal_and_cover_a_row(name, pieces):
+    for R in (128, 256, 384, 512, 640, 768, 1024):
+        layout = config(name, R=R, P=64).layout
+        latent = tiles.row_format(layout, wide=False, native=False, joined=False, pieces=pieces).latent
+        assert [piece.start for piece in latent] == [i * latent[0].words for i in range(len(latent))]
+        assert {piece.words for piece in latent} == {latent[0].words} and len(latent) <= pieces
+        assert sum(piece.words * piece.numbers for piece in latent) == R
+        # A scale of packed rows belongs to one piece.
+        assert name != "packed_pow2" or latent[0].words * 4 % 128 == 0
 
 
 @pytest.mark.parametrize("word", [np.uint8, np.uint16, np.uint32])
