@@ -98,6 +98,15 @@ class IndexTuning:
 
 Tuning = WriteTuning | AttendTuning | IndexTuning
 
+_OPTIONS = {"native_fp8": False, "join_planes": False, "pieces": 1, "together": 1}
+"""Fields that a table leaves out where they are so; all others stand in every entry."""
+
+
+def entry(tuning: Tuning) -> dict[str, Any]:
+    """Launch parameters as a table has them."""
+    return {name: value for name, value in vars(tuning).items() if name not in _OPTIONS or value != _OPTIONS[name]}
+
+
 _FORCED: contextvars.ContextVar[Tuning | None] = contextvars.ContextVar("forced", default=None)
 
 

@@ -95,10 +95,6 @@ def tune(buckets: tuple[tuple[str, str, str, str], ...] = BUCKETS) -> Iterator[d
         microseconds, option = min(times, key=lambda pair: pair[0])
         return option, microseconds
 
-    def entry(option: Any) -> dict[str, Any]:
-        defaults = {"native_fp8": False, "join_planes": False, "pieces": 1}
-        return {k: v for k, v in vars(option).items() if defaults.get(k) is not v}
-
     def write() -> None:
         tuning.TABLES.write_text(json.dumps(tables, indent=1) + "\n")
         tuning.tables.cache_clear()
@@ -107,11 +103,11 @@ def tune(buckets: tuple[tuple[str, str, str, str], ...] = BUCKETS) -> Iterator[d
         for heads, name in ((16, str(tuning.SMALL_ROWS)), (128, "any")):
             case = ReadCase(op, layout, 128, heads, 4096, 2048 if op == "sparse" else 0)
             option, microseconds = best(case, candidates(heads, native and kind in ("raw_native", "packed"), kind != "plain"))
-            table[kernel].setdefault(kind, {})[name] = entry(option)
+            table[kernel].setdefault(kind, {})[name] = tuning.entry(option)
             write()
-            yield {"case": case.name, "layout": layout, "microseconds": round(microseconds, 1), "choice": str(entry(option))}
+            yield {"case": case.name, "layout": layout, "microseconds": round(microseconds, 1), "choice": str(tuning.entry(option))}
     case = ReadCase("indexer", "raw_e4m3fn", 128, 32, 4096)
     option, microseconds = best(case, index_candidates(native))
-    table["index"] = entry(option)
+    table["index"] = tuning.entry(option)
     write()
-    yield {"case": case.name, "layout": case.layout, "microseconds": round(microseconds, 1), "choice": str(entry(option))}
+    yield {"case": case.name, "layout": case.layout, "microseconds": round(microseconds, 1), "choice": str(tuning.entry(option))}

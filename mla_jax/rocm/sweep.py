@@ -83,7 +83,7 @@ def buckets(arch: str) -> Iterator[tuple[tuple[str, ...], list[RocmCase], list[T
 def tuned(cases: Sequence[RocmCase], candidate: Tuning) -> dict[str, Any]:
     """The row of the first case launched with ``candidate``, with the shortfalls of all."""
     with tuning.forced(candidate):
-        row = {"tuning": entry(candidate), **measure(cases[0])}
+        row = {"tuning": tuning.entry(candidate), **measure(cases[0])}
         for case in cases[1:]:
             if not row["shortfalls"]:
                 row["shortfalls"] = {f"{case.name}: {k}": v for k, v in measure(case)["shortfalls"].items()}
@@ -103,12 +103,6 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     least = min(row["estimate"]["microseconds"] for row in good)
     near = [row for row in good if row["estimate"]["microseconds"] <= 1.03 * least]
     return min(near, key=lambda row: row["instructions"])
-
-
-def entry(candidate: Tuning) -> dict[str, Any]:
-    """As the table has it: without what is at its default."""
-    defaults = {"native_fp8": False, "join_planes": False, "pieces": 1, "together": 1}
-    return {k: v for k, v in vars(candidate).items() if defaults.get(k) is not v}
 
 
 def write_entries(arch: str, choices: dict[tuple[str, ...], dict[str, Any]]) -> None:
