@@ -85,13 +85,9 @@ class CacheConfig:
         if not isinstance(self.geometry, MLAGeometry):
             hint = f"; mla_jax.GEOMETRIES[{self.geometry!r}] is one" if str(self.geometry) in GEOMETRIES else ""
             raise ValueError(f"CacheConfig: geometry must be an MLAGeometry, got {self.geometry!r}{hint}")
-        for name, minimum in (("num_layers", 1), ("num_pages", 2), ("page_size", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
-                raise ValueError(f"CacheConfig: {name} must be an int >= {minimum}, got {value!r}")
-            object.__setattr__(self, name, int(value))
-        if self.page_size & (self.page_size - 1):
-            raise ValueError(f"CacheConfig: page_size must be a power of two, got {self.page_size}")
+        for name, minimum in (("num_layers", 1), ("num_pages", 2)):
+            object.__setattr__(self, name, checks.static_int("CacheConfig", name, getattr(self, name), minimum))
+        object.__setattr__(self, "page_size", checks.page_size("CacheConfig", self.page_size))
         if self.num_pages * self.page_size >= 2**31:
             raise ValueError(
                 f"CacheConfig: num_pages * page_size must stay below 2^31 (slots are int32), "

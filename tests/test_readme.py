@@ -33,9 +33,7 @@ def test_python_blocks_run(number: int) -> None:
 
 def commands() -> dict[str, str]:
     """Every ``mla-jax`` command line of the README, the documentation and the notebooks, with the file that has it."""
-    pages = (
-        [README, ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")] if README.exists() else []
-    )
+    pages = [README, ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")]
     found = {}
     for page in filter(pathlib.Path.exists, pages):
         text = page.read_text()

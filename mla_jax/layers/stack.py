@@ -180,15 +180,15 @@ class LayerStack(nnx.Module):
             ValueError: for a block of another structure, shape or dtype; nothing is written.
         """
         blocks, repeat = self._find(layer)
-        whole, part = (nnx.to_flat_state(nnx.state(x)) for x in (blocks, block))
-        expected = {path: (tuple(x.shape[1:]), str(x.dtype)) for path, x in whole}
-        got = {path: (tuple(x.shape), str(x.dtype)) for path, x in part}
+        whole, part = (dict(nnx.to_flat_state(nnx.state(x))) for x in (blocks, block))
+        expected = {path: (tuple(x.shape[1:]), str(x.dtype)) for path, x in whole.items()}
+        got = {path: (tuple(x.shape), str(x.dtype)) for path, x in part.items()}
         for path in sorted(expected.keys() | got.keys(), key=str):
             if expected.get(path) != got.get(path):
                 name = ".".join(map(str, path))
                 raise ValueError(f"layer {layer}: {name} is {expected.get(path)} in the stack, got {got.get(path)}")
-        new = {path: entry for path, entry in part}
-        nnx.update(blocks, nnx.from_flat_state([(path, x.replace(x[...].at[repeat].set(new[path][...]))) for path, x in whole]))
+        written = [(path, x.replace(x[...].at[repeat].set(part[path][...]))) for path, x in whole.items()]
+        nnx.update(blocks, nnx.from_flat_state(written))
 
     def _find(self, layer: int) -> tuple[Block, int]:
         """The stacked block that holds a layer, and which repetition it is."""

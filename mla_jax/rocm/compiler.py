@@ -27,6 +27,10 @@ _LINES = ("0.10", "0.12")
 """Lines of jax that have a ROCm plugin; the first is the last for Python 3.11."""
 
 
+_READERS = ("msgpack", "tinygrad")
+"""What reads the code objects that the compiler makes."""
+
+
 class RocmUnavailableError(RuntimeError):
     """The compiler for AMD chips cannot be loaded here; the message says what mends it."""
 
@@ -37,7 +41,7 @@ def install_command() -> str:
     if line not in _LINES:
         line = _LINES[sys.version_info >= (3, 12)]
     pinned = " ".join(f"'{name}=={line}.*'" for name in ("jax", "jax-rocm7-plugin", "jax-rocm7-pjrt"))
-    return f"pip install {pinned} msgpack tinygrad"
+    return f"pip install {pinned} {' '.join(_READERS)}"
 
 
 def versions() -> dict[str, str]:
@@ -78,7 +82,7 @@ def check_available() -> None:
         RocmUnavailableError: with the line that mends it.
     """
     _plugin()
-    for module in ("msgpack", "tinygrad"):
+    for module in _READERS:
         try:
             importlib.metadata.version(module)
         except importlib.metadata.PackageNotFoundError:
